@@ -27,7 +27,7 @@ All but embed, ln_f and logits exist in every block; captured, they come stacked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
@@ -43,6 +43,7 @@ Layer = int | Int[Array, ""] | None
 Edit = Callable[[str, Any, Array], Array]
 
 
+@runtime_checkable
 class Tap(Protocol):
     """What a module passes its intermediate values through."""
 

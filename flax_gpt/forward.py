@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
 from flax_gpt import ops
 from flax_gpt.activations import Edit
 from flax_gpt.config import GPTConfig
 from flax_gpt.model import GPT, Block, BlockType, Layers
 
-Params = PyTree[Float[Array, "..."]]
-Tokens = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
-Rows = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
+Params: TypeAlias = dict[str, Any]  # nested, of arrays
+Tokens: TypeAlias = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
+Rows: TypeAlias = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
 
 
 def init_params(config: GPTConfig, key: Key[Array, ""], dtype: Any = jnp.float32, block: BlockType = Block) -> Params:
     """Fresh parameters, drawn as GPT-2's were.
 
     Matrices and token embeddings come from N(0, initializer_range), positions from half that, the two matrices of each
-    block that write to the residual stream from initializer_range / sqrt(2 * n_layer); biases are 0, LayerNorm scales 1.
+    block that write to the residual stream from initializer_range / sqrt(2 * n_layer); biases are 0 and scales 1.
 
     Args:
         config: the model.
@@ -45,7 +45,19 @@ def _init(config: GPTConfig, key: Key[Array, ""], dtype: jnp.dtype, block: Block
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
+@overload
 def forward(
+    config: GPTConfig, params: Params, tokens: Tokens, *, capture: tuple[()] = (), **options: Any
+) -> Float[Array, "b t v"]: ...
+
+
+@overload
+def forward(
+    config: GPTConfig, params: Params, tokens: Tokens, *, capture: str | Sequence[str], **options: Any
+) -> tuple[Float[Array, "b t v"], dict[str, Array]]: ...
+
+
+def forward(  # type: ignore[misc]  # `options` above stands for the keywords below
     config: GPTConfig,
     params: Params,
     tokens: Tokens,
@@ -94,11 +106,7 @@ def forward(
         TypeError: tokens, mask or segment_ids are not integers.
     """
     capture = (capture,) if isinstance(capture, str) else tuple(capture)
-    mask, segment_ids = _rows("mask", mask), _rows("segment_ids", segment_ids)
-    tokens = check_tokens(config, tokens, mask)
-    for name, rows in (("mask", mask), ("segment_ids", segment_ids)):
-        if rows is not None and rows.shape != tokens.shape:
-            raise ValueError(f"{name} has shape {rows.shape}, tokens have shape {tokens.shape}")
+    tokens, mask, segment_ids = _check(config, tokens, mask, segment_ids)
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     run = _forward if edit is not None else _forward_jit
     logits, captured = run(
@@ -122,7 +130,7 @@ def _forward(
     block: BlockType,
 ) -> tuple[Array, dict[str, Array]]:
     model = GPT(config, block, layers, remat, compute_dtype)
-    return model.apply(
+    logits, captured = model.apply(
         {"params": params},
         tokens,
         None if mask is None else mask.astype(bool),
@@ -131,6 +139,7 @@ def _forward(
         edit,
         rngs={} if dropout_key is None else {"dropout": dropout_key},
     )
+    return logits, captured  # type: ignore[return-value]  # of a module's result, linen's `apply` says `Any | tuple`
 
 
 _forward_jit = jax.jit(
@@ -158,8 +167,7 @@ def token_log_probs(
         or to predict it from: at padding, and at the first token of a row or of a packed segment. A row's sum is
         therefore the log-probability of its text.
     """
-    mask, segment_ids = _rows("mask", mask), _rows("segment_ids", segment_ids)
-    tokens = check_tokens(config, tokens, mask)
+    tokens, mask, segment_ids = _check(config, tokens, mask, segment_ids)
     logits = forward(
         config,
         params,
@@ -183,7 +191,20 @@ def _scores(logits: Array, tokens: Array, mask: Array | None, segment_ids: Array
     return scores
 
 
-def check_tokens(config: GPTConfig, tokens: Tokens, mask: Array | None = None) -> Int[Array, "b t"]:
+def _check(
+    config: GPTConfig, tokens: Tokens, mask: Rows | None, segment_ids: Rows | None
+) -> tuple[Array, Array | None, Array | None]:
+    """The three as arrays of one shape."""
+    mask_array = None if mask is None else _rows("mask", mask)
+    segments = None if segment_ids is None else _rows("segment_ids", segment_ids)
+    ids = check_tokens(config, tokens, mask_array)
+    for name, rows in (("mask", mask_array), ("segment_ids", segments)):
+        if rows is not None and rows.shape != ids.shape:
+            raise ValueError(f"{name} has shape {rows.shape}, tokens have shape {ids.shape}")
+    return ids, mask_array, segments
+
+
+def check_tokens(config: GPTConfig, tokens: Tokens, mask: Any = None) -> Int[Array, "b t"]:
     """Tokens as an int array [b, t] on the device; ids that come from the host are checked against the vocabulary.
 
     Raises:
@@ -206,17 +227,12 @@ def check_tokens(config: GPTConfig, tokens: Tokens, mask: Array | None = None) -
     return jnp.asarray(rows, jnp.int32)
 
 
-def _rows(name: str, rows: Rows | None) -> Any:
+def _rows(name: str, rows: Rows) -> Any:
     """An integer or boolean array [b, t], on the host or the device as it came."""
-    if rows is None or isinstance(rows, jax.Array):
-        array = rows
-    else:
-        try:
-            array = np.asarray(rows)
-        except ValueError as error:
-            raise ValueError(f"{name}: rows differ in length; pad them and give a mask ({error})") from error
-    if array is None:
-        return None
+    try:
+        array = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+    except ValueError as error:
+        raise ValueError(f"{name}: the rows differ in length; pad them and give a mask") from error
     if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 2:

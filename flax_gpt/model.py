@@ -203,8 +203,8 @@ class Block(nn.Module):
 class PostLNBlock(nn.Module):
     """The first Transformer's block, with LayerNorm after each addition ("post-LN"); same parameters as `Block`.
 
-        x = layer_norm(x + dropout(attention(x)))
-        x = layer_norm(x + dropout(mlp(x)))
+    x = layer_norm(x + dropout(attention(x)))
+    x = layer_norm(x + dropout(mlp(x)))
     """
 
     config: GPTConfig
@@ -227,8 +227,8 @@ class PostLNBlock(nn.Module):
 class NoLNBlock(nn.Module):
     """A block without LayerNorm, to see what it is there for; parameters as `Block`'s, less ln_1 and ln_2.
 
-        x = x + dropout(attention(x))
-        x = x + dropout(mlp(x))
+    x = x + dropout(attention(x))
+    x = x + dropout(mlp(x))
     """
 
     config: GPTConfig
@@ -345,7 +345,7 @@ class GPT(nn.Module):
         def layer(x: Array, params: PyTree[Array], index: Any, key: Any) -> tuple[Array, dict[str, Array]]:
             tap = Recorder(capture, edit, index) if capture or edit else no_tap
             rngs = {} if key is None else {"dropout": key}
-            x = block.apply({"params": params}, x, visible, tap, rngs=rngs)
+            x = block.apply({"params": params}, x, visible, tap, rngs=rngs)  # type: ignore[assignment]
             if isinstance(tap, Recorder):
                 seen.extend(tap.seen)
                 return x, tap.captured

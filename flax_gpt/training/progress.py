@@ -1,0 +1,57 @@
+"""A progress bar for `fit`: step, losses, tokens a second, time left."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from flax_gpt.training.loop import Line
+
+
+class TrainingProgress:
+    """Shows the lines that `fit` reports: `with TrainingProgress(steps) as bar: fit(..., report=bar.report)`.
+
+    Where the output is not a terminal it prints a line at each evaluation instead; where `quiet`, nothing at all.
+    """
+
+    def __init__(self, steps: int, console: Console | None = None, quiet: bool = False) -> None:
+        self._console = console or Console(quiet=quiet)
+        self._steps = steps
+        self._train_loss: float | None = None
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._bar = self._progress.add_task("compiling", total=steps)
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> TrainingProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def report(self, line: Line) -> None:
+        """Takes a line of metrics."""
+        if "train_loss" in line:
+            self._train_loss = line["train_loss"]
+            self._shown["loss"] = f"loss {line['train_loss']:.4f}"
+            self._shown["rate"] = f"{line['tokens_per_second']:,.0f} tokens/s"
+        if "val_loss" in line:
+            self._shown["val"] = f"val {line['val_loss']:.4f}"
+            if self._progress.disable:
+                train = "" if self._train_loss is None else f"train loss {self._train_loss:.4f}  "
+                val = f"val loss {line['val_loss']:.4f}"
+                self._console.print(f"step {line['step']}/{self._steps}  {train}{val}  {line['seconds']:.0f} s")
+        self._progress.update(self._bar, completed=line["step"], description="  ".join(self._shown.values()))

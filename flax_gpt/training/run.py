@@ -1,0 +1,141 @@
+"""The folder that a training run leaves behind, and how to read it again.
+
+    config.json                the model, as Hugging Face's GPT-2 has it
+    model.safetensors          its parameters
+    flax_gpt_tokenizer.json    what turns text into ids and back
+    train.json                 every option as used, the versions, the command line
+    metrics.jsonl              one object a line: step, seconds, and losses or rates (see `fit`)
+    loss.png                   the loss curve, where matplotlib is installed
+
+Config and parameters of the standard block are written under GPT-2's published names, so that `load_pretrained` and
+Hugging Face open them; those of another block under their paths in the parameter tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flax_gpt.config import GPTConfig
+from flax_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from flax_gpt.forward import Params, init_params
+from flax_gpt.model import BLOCKS, Block, BlockType
+from flax_gpt.pretrained.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TensorFile,
+    load_pretrained,
+    save_pretrained,
+    write_tensors,
+)
+
+TRAIN_FILE, METRICS_FILE, PLOT_FILE = "train.json", "metrics.jsonl", "loss.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        config, params, block: the model.
+        tokenizer: of its text.
+    """
+
+    config: GPTConfig
+    params: Params
+    block: BlockType
+    tokenizer: Tokenizer
+
+
+def claim_folder(path: str | Path, options: dict[str, Any]) -> Path:
+    """Makes a run folder, or takes an empty one, and writes train.json into it, which makes it this run's alone.
+
+    Raises:
+        FileExistsError: the folder holds a run, or a file stands in its place.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {name: importlib.metadata.version(name) for name in ("flax_gpt", "jax", "flax", "optax")}
+    entries = {**options, "versions": {"python": platform.python_version(), **versions}, "command": sys.argv}
+    try:
+        if any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, METRICS_FILE)):
+            raise FileExistsError
+        with (folder / TRAIN_FILE).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(entries, indent=2, default=str) + "\n")
+    except FileExistsError:
+        raise FileExistsError(f"{folder} already holds a run; give another --out, or move it away") from None
+    return folder
+
+
+def claim_free_folder(name: str, options: dict[str, Any]) -> Path:
+    """`claim_folder` for runs/NAME, or the first free one of runs/NAME-2, runs/NAME-3 and so on."""
+    number = 1
+    while True:
+        folder = Path("runs", name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return claim_folder(folder, options)
+        number += 1
+
+
+def save_model(folder: str | Path, config: GPTConfig, params: Params, block: BlockType = Block) -> None:
+    """Writes config.json and model.safetensors."""
+    if block is Block:
+        save_pretrained(folder, config, params)
+        return
+    tensors = {name: np.asarray(leaf) for name, leaf in flatten_dict(params, sep=".").items()}
+    write_tensors(Path(folder, WEIGHTS_FILE), tensors, {"format": "flax_gpt"})
+    entries = {"model_type": "flax_gpt", "block": block_name(block), **dataclasses.asdict(config)}
+    Path(folder, CONFIG_FILE).write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
+
+
+def load_model(folder: str | Path, block: BlockType | None = None) -> tuple[GPTConfig, Params, BlockType]:
+    """Reads what `save_model` wrote.
+
+    Args:
+        folder: the run's.
+        block: the module of one layer, where it is not one of `BLOCKS`.
+
+    Raises:
+        FileNotFoundError: the folder or one of the two files is not there.
+        ValueError: the block is unknown or another one, or the parameters do not fit.
+    """
+    path = Path(folder, CONFIG_FILE)
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no finished run: there is no {path}")
+    entries = json.loads(path.read_text("utf-8"))
+    if entries.get("model_type") != "flax_gpt":
+        return *load_pretrained(folder), Block
+    name = entries["block"]
+    block = block or BLOCKS.get(name)
+    if block is None or block_name(block) != name:
+        raise ValueError(f"{folder} was trained with the block {name!r}; give it as `block`")
+    config = GPTConfig.from_dict({key: value for key, value in entries.items() if key != "model_type"})
+    flat = {tuple(key.split(".")): jnp.asarray(value) for key, value in TensorFile(Path(folder, WEIGHTS_FILE)).items()}
+    expected = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block)))
+    shapes = {key: leaf.shape for key, leaf in flat.items()}
+    if wrong := {key for key, leaf in expected.items() if shapes.get(key) != leaf.shape} | (flat.keys() - expected):
+        raise ValueError(f"the weights in {folder} do not fit its config: {sorted('.'.join(key) for key in wrong)}")
+    return config, unflatten_dict(flat), block
+
+
+def load_run(folder: str | Path, block: BlockType | None = None) -> Run:
+    """Reads a finished run: see `load_model` and `load_tokenizer`, whose errors it raises."""
+    config, params, block = load_model(folder, block)
+    return Run(config, params, block, load_tokenizer(folder))
+
+
+def block_name(block: BlockType) -> str:
+    """The name in `BLOCKS`, or the class's own."""
+    return next((name for name, known in BLOCKS.items() if known is block), getattr(block, "__name__", repr(block)))
