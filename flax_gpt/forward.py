@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from flax_gpt import ops
 from flax_gpt.activations import Edit
@@ -18,7 +18,7 @@ from flax_gpt.model import GPT, Block, BlockType, Layers
 
 Params: TypeAlias = dict[str, Any]  # nested, of arrays
 Tokens: TypeAlias = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
-Rows: TypeAlias = Int[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
+Rows: TypeAlias = Int[Array, "b t"] | Bool[Array, "b t"] | np.ndarray | Sequence[Sequence[int]]
 
 
 def init_params(config: GPTConfig, key: Key[Array, ""], dtype: Any = jnp.float32, block: BlockType = Block) -> Params:
@@ -157,7 +157,7 @@ def token_log_probs(
     compute_dtype: Any = None,
     layers: Layers = "auto",
     block: BlockType = Block,
-) -> Float[Array, "b t-1"]:
+) -> Float[Array, "b _"]:
     """Log-probability, in nats, of each token after the first given those before it.
 
     Args: as of `forward`.
@@ -193,8 +193,8 @@ def _scores(logits: Array, tokens: Array, mask: Array | None, segment_ids: Array
 
 def _check(
     config: GPTConfig, tokens: Tokens, mask: Rows | None, segment_ids: Rows | None
-) -> tuple[Array, Array | None, Array | None]:
-    """The three as arrays of one shape."""
+) -> tuple[Int[Array, "b t"], Any, Any]:
+    """The three as arrays of one shape, mask and segment_ids on the host or the device as they came."""
     mask_array = None if mask is None else _rows("mask", mask)
     segments = None if segment_ids is None else _rows("segment_ids", segment_ids)
     ids = check_tokens(config, tokens, mask_array)

@@ -158,8 +158,8 @@ def sample(
     logits: Float[Array, "b v"],
     keys: Key[Array, " b"],
     temperature: Float[Array, " b"],
-    top_k: Int[Array, ""],
-    top_p: Float[Array, ""],
+    top_k: Int[Array, ""] | int,
+    top_p: Float[Array, ""] | float,
 ) -> Int[Array, " b"]:
     """Draws a token a row: temperature, then top-k, then top-p, then the draw; the likeliest where temperature is 0."""
     cold = temperature == 0

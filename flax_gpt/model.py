@@ -285,7 +285,7 @@ class GPT(nn.Module):
         """The parameters of n_layer blocks, drawn independently, stacked."""
         block = self.block(self.config, parent=None)  # type: ignore[call-arg]  # every linen module takes `parent`
         x = jnp.zeros((1, 1, self.config.n_embd))
-        return jax.vmap(lambda key: block.init(key, x)["params"])(jax.random.split(key, self.config.n_layer))
+        return jax.lax.map(lambda key: block.init(key, x)["params"], jax.random.split(key, self.config.n_layer))
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     scored: Bool[Array, "b t"] | Bool[np.ndarray, "b t"]
 
 
+@runtime_checkable
 class Source(Protocol):
     """Anything to train on: a `Corpus`, a `Task`, or an object of one's own with these members."""
 

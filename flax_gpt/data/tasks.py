@@ -325,7 +325,9 @@ TASKS: dict[str, type[Task]] = {
 
 
 @functools.partial(jax.jit, static_argnames=("task", "batch_size", "validation"))
-def _jitted_batch(task: Task, key: Key[Array, ""], step: int, batch_size: int, validation: bool) -> Batch:
+def _jitted_batch(
+    task: Task, key: Key[Array, ""], step: Int[Array, ""] | int, batch_size: int, validation: bool
+) -> Batch:
     # Two folds, of which the first tells training from validation, whatever the seeds.
     key = jax.random.fold_in(jax.random.fold_in(key, validation), step)
     return (task.validation_batch if validation else task.batch)(key, batch_size)
@@ -337,7 +339,7 @@ def _at_least_one(task: Task) -> None:
             raise ValueError(f"{field.name} must be at least 1, got {task}")
 
 
-def _next_token_batch(x: Int[Array, "b t+1"], scored: Array) -> Batch:
+def _next_token_batch(x: Int[Array, "b _"], scored: Array) -> Batch:
     """Each token's target is the next one; `scored` broadcasts to the inputs' shape."""
     x = x.astype(jnp.int32)
     return Batch(x[:, :-1], x[:, 1:], jnp.broadcast_to(scored, (x.shape[0], x.shape[1] - 1)))

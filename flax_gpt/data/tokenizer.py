@@ -6,12 +6,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Text to ids and back."""
 

@@ -23,7 +23,7 @@ from flax_gpt.training.evaluate import evaluate
 from flax_gpt.training.optimizer import learning_rate_schedule, make_optimizer
 from flax_gpt.training.step import Metrics, TrainState, init_state, make_train_step
 
-Line = dict[str, float]
+Line = dict[str, float | int]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ def train_step(
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss, **metrics, "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss, **metrics, "grad_norm": optax.tree.norm(grads)}
     return TrainState(state.step + 1, params, opt_state, state.dropout_key), metrics
 
 

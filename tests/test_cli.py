@@ -1,0 +1,215 @@
+"""The command line, in this process: what it writes, says and refuses."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import flax_gpt as fg
+from flax_gpt import data, training
+from flax_gpt.cli import main
+from flax_gpt.cli.train import Args, parse
+from flax_gpt.training.run import load_run
+
+TINY = (
+    "--n-layer 1 --n-head 2 --n-embd 8 --batch-size 3 --steps 6 --warmup-steps 2 --eval-every 3 --log-every 2"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "fox.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return path
+
+
+def test_training_on_a_text_leaves_a_run_that_can_be_sampled_and_loaded(tmp_path, text, capsys):
+    assert main(["train", "--data", str(text), *TINY, "--n-positions", "16"]) == 0
+    said = capsys.readouterr().out
+    run = tmp_path / "runs" / "fox"
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "model.safetensors", "flax_gpt_tokenizer.json", "train.json", "metrics.jsonl", "loss.png",
+    }  # fmt: skip
+    lines = lines_of(run)
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6]
+    assert [line["step"] for line in lines if "train_loss" in line] == [2, 4, 6]
+    loss = lines[-1]["val_loss"]
+    assert f"validation loss {loss:.4f} nats per token, {loss / np.log(2):.4f} bits per character" in said
+    assert "runs/fox/loss.png" in said
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    options = json.loads((run / "train.json").read_text())
+    assert options["steps"] == 6
+    assert options["versions"]["flax_gpt"]
+
+    assert main(["sample", str(run), "the quick", "--max-new-tokens", "20", "--num-samples", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("the quick") >= 2
+    assert "--- 2 of 2" in said
+
+    config, params = fg.load_pretrained(run)
+    assert config == load_run(run).config
+    corpus = data.Corpus.of_text(text.read_text(), load_run(run).tokenizer, 16)
+    again = training.evaluate(config, params, corpus.validation_batches(64))
+    assert again["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", ["pre_ln", "post_ln", "no_ln"])
+def test_a_task_trains_with_each_block_and_loads_as_that_block(tmp_path, block, capsys):
+    assert main(["train", "--task", "sort", *TINY, "--block", block, "--out", "out", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "of 729 questions answered exactly" in said
+    assert "step" not in said.splitlines()[2:3]
+    run = load_run(tmp_path / "out")
+    assert run.block is fg.BLOCKS[block]
+    result = training.evaluate(run.config, run.params, data.Sort().validation_batches(64), block=run.block)
+    assert result["loss"] == pytest.approx(lines_of(tmp_path / "out")[-1]["val_loss"], rel=1e-5)
+    assert main(["sample", "out", "2 1 0 0 1 2", "--max-new-tokens", "6", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("2 1 0 0 1 2 ")
+    if block != "pre_ln":
+        with pytest.raises(ValueError, match="model_type='flax_gpt' is not supported"):
+            fg.load_pretrained(tmp_path / "out")
+
+
+def test_a_byte_model_reports_bits_per_character(tmp_path, capsys):
+    (tmp_path / "é.txt").write_text("é" * 800)
+    assert main(["train", "--data", "é.txt", "--tokenizer", "byte", *TINY, "--n-positions", "8"]) == 0
+    loss = lines_of(tmp_path / "runs" / "é")[-1]["val_loss"]
+    assert f"{2 * loss / np.log(2):.4f} bits per character" in capsys.readouterr().out
+
+
+def test_a_second_run_of_the_same_name_takes_the_next_folder_and_a_named_one_is_never_overwritten(tmp_path, capsys):
+    for expected in ("runs/sort", "runs/sort-2"):
+        assert main(["train", "--task", "sort", *TINY, "--quiet"]) == 0
+        assert f"-> {expected}\n" in capsys.readouterr().out
+    before = (tmp_path / "runs/sort/model.safetensors").read_bytes()
+    assert main(["train", "--task", "sort", *TINY, "--out", "runs/sort"]) == 1
+    assert "runs/sort already holds a run; give another --out" in capsys.readouterr().err
+    assert (tmp_path / "runs/sort/model.safetensors").read_bytes() == before
+
+
+def test_ctrl_c_keeps_what_was_reached_and_says_where(tmp_path, monkeypatch, capsys):
+    from flax_gpt.training.progress import TrainingProgress
+
+    def report(self, line):
+        if line["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TrainingProgress, "report", report)
+    assert main(["train", "--task", "sort", *TINY]) == 130
+    assert "interrupted after step 3 of 6; what was reached is in runs/sort" in capsys.readouterr().out
+    assert load_run(tmp_path / "runs/sort").config.n_embd == 8
+    assert (tmp_path / "runs/sort/loss.png").exists()
+
+
+def test_every_hyper_parameter_has_a_flag_that_reaches_its_config():
+    flags = {field.name for field in dataclasses.fields(Args)}
+    model = {field.name for field in dataclasses.fields(fg.GPTConfig)} - {"vocab_size"}
+    train = {field.name for field in dataclasses.fields(training.TrainConfig)}
+    assert model | train <= flags
+    args = parse("--n-inner 24 --no-qkv-bias --beta2 0.5 --layers scan --dropout 0.25 --compute-dtype bfloat16".split())
+    config = fg.GPTConfig(vocab_size=3, **args.take(fg.GPTConfig))
+    assert (config.n_inner, config.qkv_bias, config.attn_pdrop, config.embd_pdrop) == (24, False, 0.25, 0.25)
+    settings = training.TrainConfig(**args.take(training.TrainConfig))
+    assert (settings.beta2, settings.layers, settings.compute_dtype) == (0.5, "scan", "bfloat16")
+
+
+@pytest.mark.parametrize("task", [None, *data.TASKS])
+def test_a_task_brings_its_own_defaults_and_flags_win(task):
+    named = [] if task is None else ["--task", task]
+    recipe = training.recipes.RECIPES[task or "text"]
+    args = parse(named)
+    assert training.TrainConfig(**args.take(training.TrainConfig)) == recipe.train
+    assert args.n_embd == recipe.model["n_embd"]
+    assert parse([*named, "--n-embd", "48", "--lr", "0.5"]).n_embd == 48
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --task nope", "unknown task 'nope'; the tasks are sort, induction, recall, addition, markov"),
+        ("train --data nowhere.txt", "no such file or folder: nowhere.txt"),
+        ("train --data short.txt", "too few for a context of 64"),
+        ("train --data empty.txt", "empty.txt is empty"),
+        ("train --data latin.txt", "latin.txt is not UTF-8 text: byte 0xe9 at offset 3"),
+        ("train --task sort --data short.txt", "not both"),
+        ("train --n-head 3", "n_embd must be divisible by n_head, got n_embd=128 and n_head=3"),
+        ("train --dropout 1", "must be at least 0 and below 1, got 1.0"),
+        ("train --steps 5", "warmup_steps must be below steps, got warmup_steps=100 and steps=5"),
+        ("train --task sort --n-positions 5", "sequences have 11 tokens, more than n_positions=5"),
+        ("sample nowhere hello", "nowhere holds no finished run"),
+        ("info gpt3", "unknown preset 'gpt3'; the presets are gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
+        ("info gpt2 --t 1025", "t must be from 1 to n_positions=1024, got 1025"),
+        ("info gpt2 --compute-dtype int8", "must be float32 or bfloat16, got 'int8'"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong_and_leave_nothing_behind(tmp_path, arguments, message, capsys):
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert main(arguments.split()) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_commands_and_flags_exit_with_2(capsys):
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert main([]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--step", "5"])
+    assert caught.value.code == 2
+    assert main(["--help"]) == 0
+    assert "train a GPT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "info"])
+def test_help_explains_every_flag(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--" in capsys.readouterr().out
+
+
+def test_info_prints_the_table(capsys):
+    assert main(["info", "gpt2"]) == 0
+    said = capsys.readouterr().out
+    for number in ("124,439,808", "291,648,307,200", "874,944,921,600", "79,047,426,048"):
+        assert number in said
+    assert main(["info", "gpt2", "--no-tie-word-embeddings", "--n-layer", "1"]) == 0
+    untied = fg.count_params(fg.GPTConfig.preset("gpt2", tie_word_embeddings=False, n_layer=1))
+    assert f"{untied:,}" in capsys.readouterr().out
+
+
+def test_sampling_refuses_what_the_run_cannot_encode(tmp_path, text, capsys):
+    assert main(["train", "--data", str(text), *TINY, "--n-positions", "16", "--out", "out", "--quiet"]) == 0
+    assert main(["sample", "out", "QUICK"]) == 1
+    assert "characters outside the model's alphabet of 28: 'CIKQU'" in capsys.readouterr().err
+    assert main(["sample", "out", ""]) == 1
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_importing_the_package_is_light():
+    """In a process of its own: neither torch nor plots nor the command line's libraries come with it."""
+    program = (
+        "import sys, time, jax, flax, flax.linen; before = set(sys.modules); start = time.perf_counter(); "
+        "import flax_gpt; seconds = time.perf_counter() - start; new = {m.split('.')[0] for m in sys.modules}; "
+        "print(seconds); "
+        "print(sorted(new & {'torch', 'tensorflow', 'transformers', 'matplotlib', 'tyro', 'beartype', 'pandas'}))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines()[1] == "[]"
