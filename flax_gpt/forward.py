@@ -101,7 +101,7 @@ def forward(  # type: ignore[misc]  # `options` above stands for the keywords be
     Raises:
         ValueError: t is above n_positions; an id on the host (list or NumPy) is out of range; a shape does not fit; a
             site to capture does not exist. An id out of range in a device array cannot raise without waiting for the
-            device: it gives NaN logits, or raises under
+            device: it gives NaN logits throughout its row, or raises under
             `jax.experimental.checkify.checkify(f, errors=checkify.index_checks)`.
         TypeError: tokens, mask or segment_ids are not integers.
     """

@@ -298,7 +298,7 @@ class GPT(nn.Module):
         """Next-token logits, and the activations that `capture` names.
 
         Args:
-            tokens: ids in [0, v). One outside gives NaN logits at its position and, through attention, after it.
+            tokens: ids in [0, v). One outside gives NaN logits throughout its row.
             mask: True at tokens, False at padding, which nothing sees; positions count tokens only. The ids at padding
                 do not matter, be they in range or not.
             segment_ids: of packed documents; each sees itself alone, its positions from 0.

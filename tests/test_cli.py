@@ -69,12 +69,14 @@ def test_training_on_a_text_leaves_a_run_that_can_be_sampled_and_loaded(tmp_path
 
 @pytest.mark.parametrize("block", ["pre_ln", "post_ln", "no_ln"])
 def test_a_task_trains_with_each_block_and_loads_as_that_block(tmp_path, block, capsys):
-    assert main(["train", "--task", "sort", *TINY, "--block", block, "--out", "out", "--quiet"]) == 0
+    assert main(["train", "--task", "sort", *TINY, "--block", block, "--out", "out", "--quiet", "--lr", "0.03"]) == 0
     said = capsys.readouterr().out
     assert "of 729 questions answered exactly" in said
     assert "step" not in said.splitlines()[2:3]
     run = load_run(tmp_path / "out")
     assert run.block is fg.BLOCKS[block]
+    right = training.exam_score(run.config, run.params, *data.Sort().exam(), block=run.block)
+    assert f"{right} of 729" in said
     result = training.evaluate(run.config, run.params, data.Sort().validation_batches(64), block=run.block)
     assert result["loss"] == pytest.approx(lines_of(tmp_path / "out")[-1]["val_loss"], rel=1e-5)
     assert main(["sample", "out", "2 1 0 0 1 2", "--max-new-tokens", "6", "--temperature", "0"]) == 0
@@ -127,10 +129,12 @@ def test_every_hyper_parameter_has_a_flag_that_reaches_its_config():
     assert (settings.beta2, settings.layers, settings.compute_dtype) == (0.5, "scan", "bfloat16")
 
 
-@pytest.mark.parametrize("task", [None, *data.TASKS])
-def test_a_task_brings_its_own_defaults_and_flags_win(task):
-    named = [] if task is None else ["--task", task]
-    recipe = training.recipes.RECIPES[task or "text"]
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [("python", []), ("text", ["--data", "x.txt"]), *((task, ["--task", task]) for task in data.TASKS)],
+)
+def test_what_is_trained_on_brings_its_own_defaults_and_flags_win(recipe, named):
+    recipe = training.recipes.RECIPES[recipe]
     args = parse(named)
     assert training.TrainConfig(**args.take(training.TrainConfig)) == recipe.train
     assert args.n_embd == recipe.model["n_embd"]

@@ -36,10 +36,10 @@ class Args:
     """Another length of context."""
     vocab_size: int | None = None
     """Another vocabulary."""
-    tie_word_embeddings: bool | None = None
-    """Whether the logits are read off the token embedding."""
-    qkv_bias: bool | None = None
-    """Whether queries, keys and values have a bias."""
+    tie_word_embeddings: bool = True
+    """Read the logits off the token embedding."""
+    qkv_bias: bool = True
+    """Give queries, keys and values a bias."""
     compute_dtype: str = "float32"
     """Of activations, for their memory."""
 
@@ -48,7 +48,10 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the tables."""
     args = tyro.cli(Args, args=list(arguments), prog="flax-gpt info")
     fields = {field.name for field in dataclasses.fields(GPTConfig)}
-    changes = {name: value for name, value in vars(args).items() if name in fields and value is not None}
+    # Of the two switches only "no" is a change: "yes" is what they are at when nothing was said.
+    changes = {
+        name: value for name, value in vars(args).items() if name in fields and value is not None and value is not True
+    }
     if args.model not in PRESETS and Path(args.model, CONFIG_FILE).is_file():
         config = dataclasses.replace(GPTConfig.from_json(Path(args.model, CONFIG_FILE)), **changes)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -18,7 +19,7 @@ from flax_gpt import data
 from flax_gpt.accounting import count_params
 from flax_gpt.config import GPTConfig
 from flax_gpt.generate import generate
-from flax_gpt.model import BLOCKS
+from flax_gpt.model import BLOCKS, BlockType
 from flax_gpt.training import run
 from flax_gpt.training.config import TrainConfig
 from flax_gpt.training.evaluate import exam_score
@@ -35,7 +36,7 @@ class Args:
     """
 
     task: Literal["sort", "induction", "recall", "addition", "markov"] | None = None
-    """A toy task to train on instead of a text. With it, --help shows the task's own values."""
+    """A toy task to train on instead of a text. With it (or --data), --help shows the values that belong to it."""
     data: Path | None = None
     """A UTF-8 text file, or a folder of them, to train on instead of the built-in text."""
     tokenizer: Literal["char", "byte"] = "char"
@@ -115,24 +116,24 @@ class Args:
         return {name: value for name, value in vars(self).items() if name in names}
 
 
-def default_args(task: str | None) -> Args:
-    """The values of a task's recipe, or the text's."""
-    recipe = RECIPES[task or "text"]
+def default_args(recipe_name: str) -> Args:
+    """The values of a recipe: a task's, "text" or "python"."""
+    recipe = RECIPES[recipe_name]
+    task = recipe_name if recipe_name in data.TASKS else None
     length = {"n_positions": data.TASKS[task]().t} if task else {}
     return Args(task=task, **length, **recipe.model, **dataclasses.asdict(recipe.train))  # type: ignore[arg-type]
 
 
 def parse(arguments: Sequence[str]) -> Args:
-    """Reads the flags. --task is looked at first: it decides what the others are when they are not given."""
-    task = None
-    for index, argument in enumerate(arguments):
-        if argument == "--task":
-            task = arguments[index + 1] if index + 1 < len(arguments) else None
-        elif argument.startswith("--task="):
-            task = argument.removeprefix("--task=")
-    if task is not None and task not in data.TASKS:
-        raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(data.TASKS)}")
-    args = tyro.cli(Args, args=list(arguments), default=default_args(task), prog="flax-gpt train")
+    """Reads the flags. What to train on is looked at first: it decides what the others are when they are not given."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--task", nargs="?")
+    first.add_argument("--data", nargs="?")
+    source, _ = first.parse_known_args(arguments)
+    if source.task is not None and source.task not in data.TASKS:
+        raise ValueError(f"unknown task {source.task!r}; the tasks are {', '.join(data.TASKS)}")
+    defaults = default_args(source.task or ("text" if source.data else "python"))
+    args = tyro.cli(Args, args=list(arguments), default=defaults, prog="flax-gpt train")
     if args.task and args.data:
         raise ValueError(f"give --task or --data, not both (got --task {args.task} and --data {args.data})")
     if args.dropout is not None:
@@ -167,9 +168,9 @@ def main(arguments: Sequence[str]) -> int:
         say(f"\ninterrupted after step {result.step} of {train.steps}; what was reached is in {folder}")
         return 130
     if isinstance(source, data.Corpus):
-        report_text(config, result, source, train.seed)
+        report_text(config, result, source, train.seed, BLOCKS[args.block])
     else:
-        report_task(config, result, source)
+        report_task(config, result, source, BLOCKS[args.block])
     say(f"\nloss curve   {plot}\nparameters   {folder / run.WEIGHTS_FILE}\nmetrics      {folder / run.METRICS_FILE}")
     if isinstance(source, data.Corpus):
         say(f'write more   flax-gpt sample {folder} "a prompt"')
@@ -211,7 +212,7 @@ def describe(source: data.Corpus | data.Task) -> str:
     return f"{source}, best possible loss {source.optimum:.4f} nats per token"
 
 
-def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, seed: int) -> None:
+def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, seed: int, block: BlockType) -> None:
     """Prints the validation loss and a sample."""
     loss = result.metrics[-1]["val_loss"]
     bits = loss / math.log(2) / source.characters_per_token
@@ -224,12 +225,13 @@ def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, seed:
         temperature=0.8,
         key=jax.random.key(seed),
         sliding=True,
+        block=block,
     )
     opening = source.tokenizer.decode(source.validation[:16])
     say(f"\nit writes, after {opening!r}:\n\n{opening}{source.tokenizer.decode(np.asarray(written.tokens[0]))}")
 
 
-def report_task(config: GPTConfig, result: FitResult, task: data.Task) -> None:
+def report_task(config: GPTConfig, result: FitResult, task: data.Task, block: BlockType) -> None:
     """Prints the validation loss beside the best possible one, and how many questions are answered right."""
     line = result.metrics[-1]
     best = float(np.mean([task.best_loss(batch) for batch in task.validation_batches(64)]))
@@ -239,7 +241,7 @@ def report_task(config: GPTConfig, result: FitResult, task: data.Task) -> None:
     )
     if (exam := task.exam()) is not None:
         prompts, answers = exam
-        right = exam_score(config, result.params, prompts, answers)
+        right = exam_score(config, result.params, prompts, answers, block=block)
         say(f"{right} of {len(prompts)} questions answered exactly, by greedy generation")
 
 

@@ -1,0 +1,27 @@
+"""What all tests share: annotations enforced, float64 on request."""
+
+import importlib.util
+import os
+import pkgutil
+
+import jaxtyping
+
+# Before anything imports the package: from here on each call in it is checked against its annotations. `config` is left
+# out, since it checks its fields itself and the tests read what it says.
+_package = importlib.util.find_spec("flax_gpt")
+_modules = [module.name for module in pkgutil.iter_modules(_package.submodule_search_locations)]
+jaxtyping.install_import_hook([f"flax_gpt.{name}" for name in _modules if name != "config"], "beartype.beartype")
+
+# Nearly all of the tests' time is compilation, and half of that is LLVM polishing loops that run once. XLA's own passes
+# stay as they are. Set XLA_FLAGS to run the tests with other flags.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def x64():
+    """Float64 for the length of one test."""
+    with jax.enable_x64(True):
+        yield
