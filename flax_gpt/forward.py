@@ -106,11 +106,11 @@ def forward(  # type: ignore[misc]  # `options` above stands for the keywords be
         TypeError: tokens, mask or segment_ids are not integers.
     """
     capture = (capture,) if isinstance(capture, str) else tuple(capture)
-    tokens, mask, segment_ids = _check(config, tokens, mask, segment_ids)
+    ids, mask_rows, segments = _check(config, tokens, mask, segment_ids)
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     run = _forward if edit is not None else _forward_jit
     logits, captured = run(
-        config, params, tokens, mask, segment_ids, dropout_key, capture, edit, dtype, layers, remat, block
+        config, params, ids, mask_rows, segments, dropout_key, capture, edit, dtype, layers, remat, block
     )
     return (logits, captured) if capture else logits
 
@@ -167,18 +167,18 @@ def token_log_probs(
         or to predict it from: at padding, and at the first token of a row or of a packed segment. A row's sum is
         therefore the log-probability of its text.
     """
-    tokens, mask, segment_ids = _check(config, tokens, mask, segment_ids)
+    ids, mask_rows, segments = _check(config, tokens, mask, segment_ids)
     logits = forward(
         config,
         params,
-        tokens,
-        mask=mask,
-        segment_ids=segment_ids,
+        ids,
+        mask=mask_rows,
+        segment_ids=segments,
         compute_dtype=compute_dtype,
         layers=layers,
         block=block,
     )
-    return _scores(logits, tokens, mask, segment_ids)
+    return _scores(logits, ids, mask_rows, segments)
 
 
 @jax.jit

@@ -77,8 +77,12 @@ def under_dropout():
 
 
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
-def test_remat_changes_no_bit_with_dropout_on(under_dropout, layers):
-    chex.assert_trees_all_equal(under_dropout(layers, True), under_dropout(layers, False))
+def test_remat_changes_neither_logits_nor_gradients_with_dropout_on(under_dropout, layers):
+    (logits, grads), (plain_logits, plain_grads) = under_dropout(layers, True), under_dropout(layers, False)
+    np.testing.assert_array_equal(logits, plain_logits)
+    # Bit-equal at the compiler's lowest level; at its usual one sums may be taken in another order (5e-7 was seen).
+    for grad, plain_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True):
+        np.testing.assert_allclose(grad, plain_grad, rtol=0, atol=1e-6 * np.abs(plain_grad).max())
 
 
 def test_scan_and_unroll_draw_the_same_dropout(under_dropout):
