@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pkgutil
+from pathlib import Path
 
 import jaxtyping
 
@@ -15,6 +16,10 @@ jaxtyping.install_import_hook([f"flax_gpt.{name}" for name in _modules if name !
 # Nearly all of the tests' time is compilation, and half of that is LLVM polishing loops that run once. XLA's own passes
 # stay as they are. Set XLA_FLAGS to run the tests with other flags.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Many tests compile what another has compiled, or what the last run of the tests did.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
