@@ -44,11 +44,6 @@ def test_a_markov_chain_is_learnt_to_its_entropy_rate_and_no_further(tmp_path):
     assert abs(best - task.optimum) < 0.02
 
 
-def test_recall_is_learnt_by_two_layers(tmp_path):
-    _, metrics = train(tmp_path / "run", "--task", "recall")
-    assert metrics[-1]["accuracy"] > 0.99
-
-
 def test_induction_is_learnt_by_two_layers(tmp_path):
     _, metrics = train(tmp_path / "run", "--task", "induction")
     assert metrics[-1]["val_loss"] < 0.1

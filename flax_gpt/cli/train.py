@@ -32,7 +32,7 @@ from flax_gpt.training.recipes import RECIPES
 class Args:
     """Trains a GPT: on the built-in text (the source of Python's standard library), a text of yours, or a toy task.
 
-    Options that are not given take the values shown, which are known to work for what is trained on.
+    Options that are not given take the values shown, which belong to what is trained on.
     """
 
     task: Literal["sort", "induction", "recall", "addition", "markov"] | None = None

@@ -1,4 +1,8 @@
-"""Settings that are known to work, by what is trained on; each field can be changed by its flag."""
+"""Settings to start from, by what is trained on; each field can be changed by its flag.
+
+"sort", "induction" and "markov" come to within 0.01 nats or so of their optimum. "recall" does not: within these steps
+its model learns which values are in the context, and not yet which belongs to which key (a third of the answers right).
+"""
 
 from __future__ import annotations
 
