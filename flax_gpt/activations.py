@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Shaped
 
 BLOCK_SITES = (
     "resid_pre", "ln_1", "q", "k", "v", "attn_scores", "pattern", "z", "attn_out", "resid_mid",
@@ -38,7 +38,6 @@ BLOCK_SITES = (
 )  # fmt: skip
 SITES = ("embed", *BLOCK_SITES, "ln_f", "logits")
 
-Layer = int | Int[Array, ""] | None
 # (site, layer, value) -> value of the same shape; layer is an int32, perhaps traced, and None outside the blocks.
 Edit = Callable[[str, Any, Array], Array]
 
