@@ -16,11 +16,13 @@ class Batch(NamedTuple):
         tokens: the input, ids.
         targets: targets[:, i] should follow tokens[:, : i + 1].
         scored: where the loss counts; the other targets do not matter.
+        segment_ids: of documents packed into a row, where there are several: each sees itself alone.
     """
 
     tokens: Int[Array, "b t"] | Int[np.ndarray, "b t"]
     targets: Int[Array, "b t"] | Int[np.ndarray, "b t"]
     scored: Bool[Array, "b t"] | Bool[np.ndarray, "b t"]
+    segment_ids: Int[Array, "b t"] | Int[np.ndarray, "b t"] | None = None
 
 
 @runtime_checkable

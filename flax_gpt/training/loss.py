@@ -27,7 +27,7 @@ def next_token_loss(
         The loss, float32, and {"accuracy": share of the scored targets that have the largest logit, "scored": their
         number}. All are 0 where nothing is scored.
     """
-    logits = forward(config, params, batch.tokens, **options)
+    logits = forward(config, params, batch.tokens, segment_ids=batch.segment_ids, **options)
     scored = jnp.asarray(batch.scored)
     targets = jnp.asarray(batch.targets)
     count = jnp.sum(scored, dtype=jnp.float32)
