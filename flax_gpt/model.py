@@ -250,6 +250,11 @@ BlockType = Callable[[GPTConfig], nn.Module]
 BLOCKS: dict[str, BlockType] = {"pre_ln": Block, "post_ln": PostLNBlock, "no_ln": NoLNBlock}
 
 
+def block_name(block: BlockType) -> str:
+    """The name in `BLOCKS`, or the class's own."""
+    return next((name for name, known in BLOCKS.items() if known is block), getattr(block, "__name__", repr(block)))
+
+
 class GPT(nn.Module):
     """GPT-2: embeddings, n_layer blocks, final LayerNorm, logits (Radford et al. 2019).
 

@@ -13,8 +13,10 @@ and the cross entropy are float32 throughout ("float32" always means: or float64
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -215,8 +217,112 @@ def cross_entropy(logits: Float[Array, "*b v"], targets: Int[Array, "*b"]) -> Fl
     Select the entries that count with `jnp.where` before summing, and neither reaches the sum.
     """
     logits = logits.astype(at_least_float32(logits.dtype))
-    v = logits.shape[-1]
-    # Negative indices would count from the end.
-    targets = jnp.where(targets < 0, v, targets)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    return jax.nn.logsumexp(logits, axis=-1) - _take(logits, targets)
+
+
+def _take(logits: Float[Array, "*b v"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """Each target's logit; NaN for a target outside [0, v)."""
+    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # negative indices would count from the end
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
+
+
+def is_largest(logits: Float[Array, "*b v"], targets: Int[Array, "*b"]) -> Bool[Array, "*b"]:
+    """Whether each target has the largest logit, and is the first to have it: argmax(logits) == target.
+
+    XLA's argmax on CPU is not vectorised and takes as long as a softmax.
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    earlier = jnp.arange(logits.shape[-1]) < targets[..., None]
+    return (_take(logits, targets) == top[..., 0]) & ~jnp.any((logits == top) & earlier, axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def chunked_cross_entropy(
+    x: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    scored: Bool[Array, "b t"],
+    chunk: int,
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Cross entropy of the logits x table^T, summed, without ever holding all of them.
+
+    The logits of `chunk` positions of each sequence at a time are made, and with them, where a gradient is wanted,
+    their share of it: the three matrix products of the plain way, and nothing twice. The gradient's products take their
+    operands in the dtype of x. Reverse mode only; forward-mode differentiation needs `cross_entropy`.
+
+    Args:
+        x: the last hidden states.
+        table: the token embedding, or the head's kernel transposed; cast to the dtype of x for the products.
+        targets: ids; one outside [0, v) that is scored makes the sum NaN.
+        scored: which targets count.
+        chunk: positions of a sequence at a time.
+
+    Returns:
+        The sum of -log softmax(x table^T)[target] over the scored targets, in nats and at least float32; and how many
+        of them have the largest logit.
+    """
+    total, right, _ = _chunks(x, table, targets, scored, chunk, with_gradient=False)
+    return total, right
+
+
+def _chunks(
+    x: Array, table: Array, targets: Array, scored: Array, chunk: int, with_gradient: bool
+) -> tuple[Array, Array, tuple[Array, Array] | None]:
+    """Sum, number right, and the sum's gradient to x and to the table."""
+    b, t, d = x.shape
+    dtype, n = at_least_float32(x.dtype), -(-t // chunk)
+    words = table.astype(x.dtype)
+
+    def split(rows: Array) -> Array:
+        """[b, t, ...] -> [n, b, chunk, ...], the last chunk filled up with zeros, which are not scored."""
+        padded = jnp.pad(rows, ((0, 0), (0, n * chunk - t), *((0, 0),) * (rows.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(b, n, chunk, *rows.shape[2:]), 1, 0)
+
+    def step(sums: tuple[Array, Array, Array | None], rows: tuple[Array, Array, Array]) -> tuple[Any, Array | None]:
+        total, right, table_gradient = sums
+        x, targets, scored = rows
+        logits = einsum("btd,vd->btv", x, words)
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        exponentials = jnp.exp(logits - top)
+        normaliser = jnp.sum(exponentials, axis=-1, keepdims=True)
+        chosen = _take(logits, targets)
+        losses = (jnp.log(normaliser) + top)[..., 0] - chosen
+        total += jnp.sum(jnp.where(scored, losses, 0))
+        right += jnp.sum(scored & is_largest(logits, targets))
+        if table_gradient is None:
+            return (total, right, None), None
+        delta = exponentials / normaliser - (jnp.arange(logits.shape[-1]) == targets[..., None])
+        delta = jnp.where(scored[..., None], delta, 0).astype(x.dtype)
+        table_gradient += einsum("btv,btd->vd", delta, x)
+        return (total, right, table_gradient), einsum("btv,vd->btd", delta, words).astype(x.dtype)
+
+    sums = (jnp.zeros((), dtype), jnp.zeros((), jnp.int32), jnp.zeros(table.shape, dtype) if with_gradient else None)
+    (total, right, table_gradient), x_gradient = jax.lax.scan(step, sums, (split(x), split(targets), split(scored)))
+    if table_gradient is None or x_gradient is None:
+        return total, right, None
+    x_gradient = jnp.moveaxis(x_gradient, 0, 1).reshape(b, n * chunk, d)[:, :t]
+    return total, right, (x_gradient, table_gradient)
+
+
+def _chunked_forward(
+    x: Array, table: Array, targets: Array, scored: Array, chunk: int
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    total, right, gradient = _chunks(x, table, targets, scored, chunk, with_gradient=True)
+    assert gradient is not None
+    return (total, right), (*gradient, jnp.zeros((), table.dtype))
+
+
+def _chunked_backward(
+    chunk: int, residuals: tuple[Array, Array, Array], cotangents: tuple[Array, Any]
+) -> tuple[Array, Array, None, None]:
+    x_gradient, table_gradient, of_table_dtype = residuals
+    scale = cotangents[0]
+    return (
+        (scale * x_gradient).astype(x_gradient.dtype),
+        (scale * table_gradient).astype(of_table_dtype.dtype),
+        None,
+        None,
+    )
+
+
+chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)

@@ -2,16 +2,19 @@
 
 import importlib.util
 import os
-import pkgutil
 from pathlib import Path
 
 import jaxtyping
 
-# Before anything imports the package: from here on each call in it is checked against its annotations. `config` is left
-# out, since it checks its fields itself and the tests read what it says.
-_package = importlib.util.find_spec("flax_gpt")
-_modules = [module.name for module in pkgutil.iter_modules(_package.submodule_search_locations)]
-jaxtyping.install_import_hook([f"flax_gpt.{name}" for name in _modules if name != "config"], "beartype.beartype")
+# Before anything imports the package: from here on each call in it is checked against its annotations. The two `config`
+# modules are left out, since they check their fields themselves and the tests read what they say.
+_package = Path(importlib.util.find_spec("flax_gpt").origin).parent
+_modules = [
+    ".".join(("flax_gpt", *path.relative_to(_package).with_suffix("").parts))
+    for path in _package.rglob("*.py")
+    if path.stem not in ("__init__", "config")
+]
+jaxtyping.install_import_hook(_modules, "beartype.beartype")
 
 # Nearly all of the tests' time is compilation, and half of that is LLVM polishing loops that run once. XLA's own passes
 # stay as they are. Set XLA_FLAGS to run the tests with other flags.

@@ -10,30 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from counting import CONFIG, DROPOUT, TRAIN, Counting
 
 import flax_gpt as fg
 from flax_gpt import data, training
-
-CONFIG = fg.GPTConfig(
-    vocab_size=7, n_positions=11, n_embd=10, n_layer=2, n_head=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0
-)
-DROPOUT = dataclasses.replace(CONFIG, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
-TRAIN = training.TrainConfig(steps=12, batch_size=5, warmup_steps=2, log_every=4, eval_every=6, eval_batches=1)
-
-
-class Counting:
-    """A source of the task "the next number": any model learns it within a few steps."""
-
-    vocab_size, t, optimum = 7, 11, 0.0
-
-    def training_batch(self, seed, step, batch_size):
-        first = np.random.default_rng((seed, step)).integers(7, size=(batch_size, 1))
-        x = (first + np.arange(self.t + 1)) % 7
-        return data.Batch(x[:, :-1], x[:, 1:], np.ones((batch_size, self.t), bool))
-
-    def validation_batches(self, batch_size, limit=None):
-        for step in range(limit or 3):
-            yield self.training_batch(99, step, batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -79,68 +59,6 @@ def test_uniform_logits_lose_ln_v(params, batch):
     flat = {**params, "ln_f": jax.tree.map(jnp.zeros_like, params["ln_f"])}
     loss, _ = training.next_token_loss(CONFIG, flat, batch)
     np.testing.assert_allclose(loss, math.log(7), rtol=1e-6)
-
-
-def test_the_schedule_is_nanogpts():
-    schedule = training.learning_rate_schedule(
-        training.TrainConfig(steps=600_000, lr=6e-4, min_lr=6e-5, warmup_steps=2000)
-    )
-    middle = 2000 + 598_000 // 2
-    rates = {0: 6e-4 / 2001, 1999: 6e-4 * 2000 / 2001, 2000: 6e-4, middle: 3.3e-4, 600_000: 6e-5, 700_000: 6e-5}
-    one_ulp = 6e-4 * 2**-23  # computed in float32, as differences from the peak
-    np.testing.assert_allclose([schedule(step) for step in rates], list(rates.values()), rtol=1e-6, atol=one_ulp)
-
-
-def test_a_warm_up_of_no_steps_starts_at_the_full_rate():
-    schedule = training.learning_rate_schedule(training.TrainConfig(steps=10, lr=0.5, min_lr=0.1, warmup_steps=0))
-    np.testing.assert_allclose([schedule(0), schedule(5), schedule(10)], [0.5, 0.3, 0.1], rtol=1e-6)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_decay_is_on_matrices_and_embeddings_alone(tied):
-    config = fg.GPTConfig.preset("gpt2", tie_word_embeddings=tied)
-    shapes = jax.eval_shape(lambda: fg.init_params(config, jax.random.key(0)))
-    decayed = jax.tree_util.tree_leaves_with_path(training.decay_mask(shapes))
-    names = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in decayed}
-    assert {name for name, value in names.items() if value} == {
-        "wte", "wpe", "blocks.attn.qkv.kernel", "blocks.attn.out.kernel", "blocks.mlp.up.kernel",
-        "blocks.mlp.down.kernel", *([] if tied else ["head.kernel"]),
-    }  # fmt: skip
-    tensors = {True: 0, False: 0}  # of the published, unstacked kind
-    for name, value in names.items():
-        tensors[value] += 12 if name.startswith("blocks.") else 1
-    assert tensors == {True: 50 if tied else 51, False: 98}
-
-
-def test_weight_decay_moves_matrices_and_nothing_else(params):
-    optimizer = training.make_optimizer(dataclasses.replace(TRAIN, lr=0.1, min_lr=0.1, warmup_steps=0))
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates = jax.jit(lambda p: optimizer.update(zero, optimizer.init(p), p)[0])(params)
-    expected = jax.tree.map(lambda decays, leaf: -0.1 * 0.1 * leaf * decays, training.decay_mask(params), params)
-    chex.assert_trees_all_close(updates, expected, atol=1e-8)
-
-
-def test_a_step_is_adamw_on_the_clipped_gradient(params, batch):
-    """Adam's first step from zero moments is lr * g / (|g| + eps), whatever g's scale."""
-    train = dataclasses.replace(TRAIN, lr=0.01, min_lr=0.01, warmup_steps=0, clip_norm=0.05)
-    optimizer = training.make_optimizer(train)
-    state = training.init_state(params, optimizer)
-    state, metrics = jax.jit(lambda state: training.train_step(CONFIG, optimizer, state, batch))(state)
-    gradient = jax.jit(jax.grad(lambda p: training.next_token_loss(CONFIG, p, batch)[0]))(params)
-    norm = math.sqrt(sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in jax.tree.leaves(gradient)))
-    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    assert norm > 0.05
-
-    def update(leaf, g, decays):
-        g = np.asarray(g, np.float64) * 0.05 / norm
-        return leaf - 0.01 * (g / (np.abs(g) + 1e-8) + 0.1 * leaf * decays)
-
-    expected = jax.tree.map(update, params, gradient, training.decay_mask(params))
-    # qkv's key bias has no gradient but rounding: its sign is noise, and so is Adam's step along it
-    for tree in (state.params, expected):
-        tree["blocks"]["attn"]["qkv"]["bias"] = np.delete(tree["blocks"]["attn"]["qkv"]["bias"], 1, axis=1)
-    chex.assert_trees_all_close(state.params, expected, atol=2e-5)
-    assert state.step == 1
 
 
 def test_a_compiled_step_is_the_plain_one_and_traces_once(params, batch):
@@ -213,8 +131,16 @@ def test_fit_learns_and_reports(fitted):
     assert validation[-1]["accuracy"] > 0.9
     trained = [line for line in lines if "train_loss" in line]
     assert [line["step"] for line in trained] == list(range(4, 41, 4))
-    assert set(trained[0]) == {"step", "train_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds"}
-    assert all(line["tokens_per_second"] > 0 for line in trained)
+    groups = ("", "/wte", "/wpe", "/ln_1", "/attn", "/ln_2", "/mlp", "/ln_f")
+    assert set(trained[0]) == {
+        "step", "train_loss", "learning_rate", "skipped", "tokens_per_second", "flops_per_second", "seconds",
+        *(f"{norm}_norm{group}" for norm in ("grad", "update", "param") for group in groups),
+    }  # fmt: skip
+    for line in trained:
+        assert line["skipped"] == 0
+        assert line["tokens_per_second"] > 0
+        flops = 3 * fg.count_flops(CONFIG, 11) / 11
+        np.testing.assert_allclose(line["flops_per_second"], flops * line["tokens_per_second"])
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 
 
@@ -244,33 +170,45 @@ def test_fit_leaves_the_parameters_it_is_given_alone(params):
     chex.assert_trees_all_equal(params, before)
 
 
-def test_ctrl_c_keeps_what_was_reached_and_gives_the_handler_back():
-    handler = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_reached_and_the_handlers_come_back(asked):
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def report(line):
         if line.get("step") == 4:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(asked)
 
     result = training.fit(CONFIG, TRAIN, Counting(), report=report)
-    assert result.interrupted
+    assert result.interrupted == asked
     assert result.step == 5  # the step that was under way
     assert result.metrics[-1]["step"] == 5
-    assert signal.getsignal(signal.SIGINT) is handler
-    with training.loop.stop_on_interrupt() as stopped:
-        signal.raise_signal(signal.SIGINT)
+    assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
+    with training.loop.stop_on_signal() as stopped:
+        signal.raise_signal(asked)
         assert stopped.is_set()
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(asked)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(params):
+def test_steps_that_are_not_finite_are_skipped_and_too_many_stop_the_run(params):
     class Broken(Counting):
         def training_batch(self, seed, step, batch_size):
             batch = super().training_batch(seed, step, batch_size)
-            return batch._replace(targets=batch.targets + 7 * (step == 5))
+            return batch._replace(targets=batch.targets + 7 * (step in (5, 6, 9)))
 
-    with pytest.raises(FloatingPointError, match="the training loss is nan at step 6; try a learning rate below 0.001"):
-        training.fit(CONFIG, TRAIN, Broken(), params=params)
+    tolerant = dataclasses.replace(TRAIN, max_skipped=3)
+    result = training.fit(CONFIG, tolerant, Broken(), params=params)
+    lines = [line for line in result.metrics if "train_loss" in line]
+    assert [line["skipped"] for line in lines] == [0, 2, 3]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    schedule = training.learning_rate_schedule(tolerant)
+    np.testing.assert_allclose(lines[-1]["learning_rate"], schedule(12 - 1 - 3), rtol=1e-6)
+    chex.assert_tree_all_finite(result.params)
+    strict = dataclasses.replace(TRAIN, max_skipped=1)
+    with pytest.raises(
+        FloatingPointError, match="2 steps were skipped .* max_skipped=1; the loss is nan .* at step 6; try a learning"
+    ):
+        training.fit(CONFIG, strict, Broken(), params=params)
 
 
 def test_a_source_that_does_not_fit_the_model_is_refused():
@@ -290,6 +228,12 @@ def test_a_source_that_does_not_fit_the_model_is_refused():
         ({"min_lr": 1.0}, "min_lr must not be above lr, got min_lr=1.0 and lr=0.001"),
         ({"beta2": 1.0}, "beta2 must be at least 0 and below 1, got 1.0"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
+        ({"micro_batches": 5}, "multiple of micro_batches, got batch_size=12 and micro_batches=5"),
+        ({"ema_decay": 1.0}, "ema_decay must be None or between 0 and 1, got 1.0"),
+        ({"loss_chunk": 0}, "loss_chunk must be None or at least 1, got 0"),
+        ({"max_skipped": -1}, "max_skipped must not be negative, got -1"),
+        ({"optimizer": "sgd"}, "optimizer must be one of adamw, lion, muon, got 'sgd'"),
+        ({"schedule": "step"}, "schedule must be one of cosine, linear, trapezoid, constant, got 'step'"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):
@@ -297,7 +241,9 @@ def test_impossible_settings_are_refused(change, message):
         training.TrainConfig(**change)
 
 
-@pytest.mark.parametrize("options", [{"compute_dtype": "bfloat16"}, {"remat": True}, {"layers": "scan"}])
+@pytest.mark.parametrize(
+    "options", [{"compute_dtype": "bfloat16"}, {"remat": True, "layers": "scan", "loss_chunk": 4, "micro_batches": 5}]
+)
 def test_training_options_reach_the_model(options, params):
     train = dataclasses.replace(TRAIN, steps=3, **options)
     plain = training.fit(CONFIG, dataclasses.replace(TRAIN, steps=3), Counting(), params=params)
@@ -307,3 +253,14 @@ def test_training_options_reach_the_model(options, params):
     assert ("compute_dtype" in options) == (loss != pytest.approx(reference, abs=1e-5))
     chex.assert_tree_all_finite(result.params)
     assert result.params["wte"].dtype == jnp.float32
+
+
+def test_a_moving_average_is_what_is_evaluated_and_returned(params):
+    train = dataclasses.replace(TRAIN, ema_decay=0.75, steps=3, lr=0.05)
+    plain = training.fit(CONFIG, dataclasses.replace(train, ema_decay=None), Counting(), params=params)
+    result = training.fit(CONFIG, train, Counting(), params=params)
+    chex.assert_trees_all_close(result.state.params, plain.params, rtol=1e-6)
+    assert result.params is result.state.average
+    loss = training.evaluate(CONFIG, result.params, Counting().validation_batches(64))["loss"]
+    np.testing.assert_allclose(result.metrics[-1]["val_loss"], loss, rtol=1e-6)
+    assert not np.allclose(loss, plain.metrics[-1]["val_loss"])

@@ -1,5 +1,6 @@
 """Training: a loss, an optimizer, a pure step, a loop around it, and the folder a run leaves behind."""
 
+from flax_gpt.training.checkpoint import Checkpoints
 from flax_gpt.training.config import TrainConfig
 from flax_gpt.training.evaluate import evaluate, exam_score
 from flax_gpt.training.loop import FitResult, fit
@@ -8,6 +9,7 @@ from flax_gpt.training.optimizer import decay_mask, learning_rate_schedule, make
 from flax_gpt.training.step import TrainState, init_state, make_train_step, train_step
 
 __all__ = [
+    "Checkpoints",
     "FitResult",
     "TrainConfig",
     "TrainState",

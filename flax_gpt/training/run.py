@@ -29,7 +29,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_gpt.config import GPTConfig
 from flax_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from flax_gpt.forward import Params, init_params
-from flax_gpt.model import BLOCKS, Block, BlockType
+from flax_gpt.model import BLOCKS, Block, BlockType, block_name
 from flax_gpt.pretrained.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -38,8 +38,9 @@ from flax_gpt.pretrained.files import (
     save_pretrained,
     write_tensors,
 )
+from flax_gpt.training.metrics import METRICS_FILE
 
-TRAIN_FILE, METRICS_FILE, PLOT_FILE = "train.json", "metrics.jsonl", "loss.png"
+TRAIN_FILE, PLOT_FILE = "train.json", "loss.png"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +135,3 @@ def load_run(folder: str | Path, block: BlockType | None = None) -> Run:
     """Reads a finished run: see `load_model` and `load_tokenizer`, whose errors it raises."""
     config, params, block = load_model(folder, block)
     return Run(config, params, block, load_tokenizer(folder))
-
-
-def block_name(block: BlockType) -> str:
-    """The name in `BLOCKS`, or the class's own."""
-    return next((name for name, known in BLOCKS.items() if known is block), getattr(block, "__name__", repr(block)))

@@ -1,0 +1,91 @@
+"""The metrics of a run: lines of JSON, appended as they arise, by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+METRICS_FILE = "metrics.jsonl"
+
+Line = dict[str, float | int]
+
+
+class MetricsFile:
+    """metrics.jsonl of a run, held open, and locked against other processes, until it is closed.
+
+    Args:
+        path: made, with its folder, where it does not exist.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+", encoding="utf-8")
+        try:
+            _lock(self._file)
+        except OSError:
+            self._file.close()
+            raise BlockingIOError(f"another process is training into {self.path.parent}") from None
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def rewind(self, n: int) -> list[Line]:
+        """Forgets what comes after the first n lines, which are returned.
+
+        Raises:
+            ValueError: there are fewer; nothing is changed then.
+        """
+        self._file.seek(0)
+        content = self._file.read()
+        kept = content.splitlines(keepends=True)[:n]
+        if len(kept) < n or not all(line.endswith("\n") for line in kept):
+            raise ValueError(f"{self.path} has {len(kept)} lines, fewer than the {n} that the checkpoint counts on")
+        lines = [json.loads(line) for line in kept]
+        self._file.truncate(len("".join(kept).encode("utf-8")))
+        return lines
+
+    def write(self, line: Line) -> None:
+        """Appends a line, at once."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Has the lines so far on disk, should the machine stop."""
+        os.fsync(self._file.fileno())
+
+
+def read_metrics(path: str | Path) -> list[Line]:
+    """The lines of a metrics file; one that is still being written is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds something else.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no metrics: there is no file {path}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of metrics: {error}") from error
+
+
+def _lock(file: IO[str]) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows, where there is no such lock
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
