@@ -1,0 +1,134 @@
+"""Perplexity: each token scored once, from as much context as was promised, whatever the window."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import reference
+import tiny
+
+import flax_gpt as fg
+from flax_gpt import data, evaluation, training
+from flax_gpt.evaluation import perplexity, score_ids, score_text, sliding_window_scores, window_scores
+
+CONFIG = dataclasses.replace(tiny.CONFIG, n_positions=10)
+IDS = np.random.default_rng(1).integers(CONFIG.vocab_size, size=20)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.random_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def full_context_scores(params):
+    """score(i, n): -log p(token i | the n tokens before it), from the oracle; each asked for once."""
+    weights, known = tiny.to_float64(params), {}
+
+    def score(i, n):
+        if (i, n) not in known:
+            logits = reference.forward(weights, IDS[None, i - n : i])["logits"]
+            known[i, n] = reference.cross_entropy(logits[0, -1], IDS[i])
+        return known[i, n]
+
+    return score
+
+
+@pytest.mark.parametrize(("window", "stride"), [(10, 5), (10, 10), (10, 1), (10, 7), (3, 2), (1, 1)])
+def test_each_token_is_scored_once_with_the_context_that_was_promised(params, full_context_scores, window, stride):
+    """20 tokens are 19 targets, in windows at 0, stride, 2 * stride and so on."""
+    scores = sliding_window_scores(CONFIG, params, IDS, window=window, stride=stride, batch_size=2)
+    expected = []
+    for i in range(1, 20):
+        start = 0 if i <= window else -(-(i - window) // stride) * stride
+        expected.append(full_context_scores(i, i - start))
+        assert i - start >= min(i, window - stride + 1)
+    assert scores.shape == (19,)
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
+    score = score_ids(CONFIG, params, IDS, window=window, stride=stride, batch_size=2)
+    assert score.tokens == 19
+    assert score.perplexity == pytest.approx(math.exp(sum(expected) / 19), rel=1e-5)
+
+
+def test_windows_side_by_side_are_the_plain_loss_and_stride_one_is_token_by_token(params):
+    rows = np.stack([IDS[start : start + 10] for start in range(11)])
+    scores = -np.asarray(fg.token_log_probs(CONFIG, params, rows))
+    side_by_side = sliding_window_scores(CONFIG, params, IDS[:19], window=9)
+    np.testing.assert_allclose(side_by_side, np.concatenate([scores[0], scores[9]]), atol=1e-6)
+    token_by_token = sliding_window_scores(CONFIG, params, IDS, window=9, stride=1)
+    np.testing.assert_allclose(token_by_token, np.concatenate([scores[0], scores[1:, -1]]), atol=1e-6)
+
+
+def test_the_default_is_the_loss_that_training_reports(params):
+    corpus = data.Corpus(IDS, IDS[:11], data.IdTokenizer(CONFIG.vocab_size), 10)
+    reported = training.evaluate(CONFIG, params, corpus.validation_batches(1))
+    assert score_ids(CONFIG, params, IDS[:11]).loss == pytest.approx(reported["loss"], rel=1e-6)
+
+
+def test_a_long_text_is_read_as_it_is_scored_and_compiles_once(params, tmp_path):
+    """A file of ids, mapped and not read: the text that a `np.memmap` stands for may be larger than memory."""
+    ids = np.random.default_rng(3).integers(CONFIG.vocab_size, size=997, dtype=np.uint16)
+    ids.tofile(tmp_path / "ids.bin")
+    on_disk = np.memmap(tmp_path / "ids.bin", np.uint16, "r")
+    before = perplexity._score._cache_size()
+    batches = window_scores(CONFIG, params, on_disk, stride=6, batch_size=7)
+    assert len(next(batches)) == 10 + 6 * 6
+    pieces = list(batches)
+    assert perplexity._score._cache_size() <= before + 1
+    assert 46 + sum(len(piece) for piece in pieces) == 996
+    done = []
+    score = score_ids(CONFIG, params, on_disk, stride=6, batch_size=7, report=done.append)
+    assert done[0] == 46
+    assert done[-1] == score.tokens == 996
+    first = sliding_window_scores(CONFIG, params, ids[:200], stride=6, batch_size=7)
+    np.testing.assert_allclose(pieces[0], first[46 : 46 + len(pieces[0])], atol=1e-6)
+
+
+def test_options_reach_the_model(params):
+    plain = sliding_window_scores(CONFIG, params, IDS)
+    rough = sliding_window_scores(CONFIG, params, IDS, compute_dtype="bfloat16")
+    assert 1e-4 < np.abs(plain - rough).max() < 0.3
+
+
+def test_bits_are_of_the_part_that_was_scored(params):
+    """Of the text without its first token; of half a character, the rest of its bytes is scored."""
+    chars = data.CharTokenizer("aé\n")
+    score = score_text(CONFIG, params, chars, "éaé\nééa")
+    assert (score.tokens, score.characters, score.bytes) == (6, 6, 9)
+    assert score.bits_per_token == pytest.approx(score.loss / math.log(2))
+    assert score.bits_per_character == pytest.approx(score.nats / 6 / math.log(2))
+    assert score.bits_per_byte == pytest.approx(score.nats / 9 / math.log(2))
+    cut = score_text(CONFIG, params, chars, "éaé\nééa", limit=4)
+    assert (cut.tokens, cut.characters, cut.bytes) == (3, 3, 4)
+    assert cut.nats == pytest.approx(score_ids(CONFIG, params, chars.encode("éaé\n")).nats)
+    assert score_ids(CONFIG, params, IDS).bits_per_byte is None
+
+
+def test_a_hopeless_loss_is_an_infinite_perplexity():
+    assert evaluation.TextScore(1e6, 10).perplexity == math.inf
+    assert evaluation.TextScore(10 * math.log(7), 10).perplexity == pytest.approx(7)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (IDS, {"window": 11}, "window must be from 1 to n_positions=10, got 11"),
+        (IDS, {"window": 0}, "window must be from 1 to n_positions=10, got 0"),
+        (IDS, {"stride": 11}, "stride must be from 1 to window=10, got 11"),
+        (IDS, {"window": 5, "stride": 6}, "stride must be from 1 to window=5, got 6"),
+        (IDS, {"stride": 0}, "stride must be from 1 to window=10, got 0"),
+        (IDS, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (IDS[:1], {}, "at least 2 tokens, one to predict the next from; got 1"),
+        (
+            np.where(np.arange(20) == 15, 61, IDS),
+            {},
+            "token id 61 at position 15 of the text is outside the vocabulary",
+        ),
+        (np.where(np.arange(20) == 3, -1, IDS), {}, "token id -1 at position 3 of the text is outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(params, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        sliding_window_scores(CONFIG, params, ids, **options)
