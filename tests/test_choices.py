@@ -60,7 +60,7 @@ def test_choices_are_scored_in_batches_as_each_would_be_alone(params, log_prob):
         options = tuple(" " + random_words(rng, 1, 8) + "é" * rng.integers(3) for _ in range(4))
         questions.append(Question(random_words(rng, 1, 9), options, int(rng.integers(4))))
     done = []
-    score = score_questions(CONFIG, params, CHARS, questions, batch_size=5, report=done.append)
+    score = score_questions(CONFIG, params, CHARS, questions, batch_size=5, report=lambda *of: done.append(of))
     expected = []
     for divide_by in (lambda c: 1, len, lambda c: len(c.encode()) - 1):
         guesses = [np.argmax([log_prob(q.context, c)[0] / divide_by(c) for c in q.choices]) for q in questions]
@@ -68,7 +68,7 @@ def test_choices_are_scored_in_batches_as_each_would_be_alone(params, log_prob):
     assert (score.accuracy, score.accuracy_per_token, score.accuracy_per_byte) == tuple(expected)
     assert len(set(expected)) > 1
     assert (score.questions, score.truncated) == (13, 0)
-    assert done[-1] == 52
+    assert done[-1] == (52, 52)
     assert choices._score._cache_size() <= 2
 
 

@@ -79,9 +79,9 @@ def test_a_long_text_is_read_as_it_is_scored_and_compiles_once(params, tmp_path)
     assert perplexity._score._cache_size() <= before + 1
     assert 46 + sum(len(piece) for piece in pieces) == 996
     done = []
-    score = score_ids(CONFIG, params, on_disk, stride=6, batch_size=7, report=done.append)
-    assert done[0] == 46
-    assert done[-1] == score.tokens == 996
+    score = score_ids(CONFIG, params, on_disk, stride=6, batch_size=7, report=lambda *of: done.append(of))
+    assert done[0] == (46, 996)
+    assert done[-1] == (score.tokens, 996) == (996, 996)
     first = sliding_window_scores(CONFIG, params, ids[:200], stride=6, batch_size=7)
     np.testing.assert_allclose(pieces[0], first[46 : 46 + len(pieces[0])], atol=1e-6)
 

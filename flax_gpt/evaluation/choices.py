@@ -265,7 +265,7 @@ def score_continuations(
         config, params: the model.
         pairs: ids of a context and of a continuation, each at least one; at most n_positions + 1 together.
         batch_size: rows at a time.
-        report: called after each batch with how many pairs have been scored so far.
+        report: called after each batch with the number of pairs scored so far, and of all.
         options: keyword arguments of `flax_gpt.forward`, such as compute_dtype, layers and block (hashable).
 
     Raises:
@@ -298,7 +298,7 @@ def score_continuations(
             greedy[rows] = np.asarray(all_most_likely)[: len(rows)]
             done += len(rows)
             if report is not None:
-                report(done)
+                report(done, len(pairs))
     return ContinuationScores(log_probs, greedy)
 
 

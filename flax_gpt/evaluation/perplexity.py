@@ -26,7 +26,7 @@ from flax_gpt.config import GPTConfig
 from flax_gpt.data.tokenizer import Tokenizer
 from flax_gpt.forward import Params, forward
 
-Report = Callable[[int], None]  # takes how many are done
+Report = Callable[[int, int], None]  # takes how many are done, of how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def score_ids(
 
     Args:
         config, params, ids: as of `window_scores`.
-        report: called after each batch with how many tokens have been scored so far.
+        report: called after each batch with the number of tokens scored so far, and of all there are to score.
         options: window, stride, batch_size and the others of `window_scores`.
     """
     nats, tokens = 0.0, 0
@@ -112,7 +112,7 @@ def score_ids(
         nats += float(np.sum(scores, dtype=np.float64))
         tokens += len(scores)
         if report is not None:
-            report(tokens)
+            report(tokens, len(ids) - 1)
     return TextScore(nats, tokens)
 
 
