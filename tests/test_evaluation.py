@@ -1,6 +1,7 @@
 """Perplexity: each token scored once, from as much context as was promised, whatever the window."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -10,7 +11,9 @@ import tiny
 
 import flax_gpt as fg
 from flax_gpt import data, evaluation, training
+from flax_gpt.cli import main
 from flax_gpt.evaluation import perplexity, score_ids, score_text, sliding_window_scores, window_scores
+from flax_gpt.training.run import save_model
 
 CONFIG = dataclasses.replace(tiny.CONFIG, n_positions=10)
 IDS = np.random.default_rng(1).integers(CONFIG.vocab_size, size=20)
@@ -132,3 +135,101 @@ def test_a_hopeless_loss_is_an_infinite_perplexity():
 def test_what_cannot_be_scored_is_refused(params, ids, options, message):
     with pytest.raises(ValueError, match=message):
         sliding_window_scores(CONFIG, params, ids, **options)
+
+
+@pytest.fixture
+def run(params, tmp_path, monkeypatch, capsys):
+    """Writes the folder of a run that nothing was trained in; calls `flax-gpt eval` on it."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(tokenizer, arguments, block=fg.Block):
+        config = dataclasses.replace(CONFIG, vocab_size=max(tokenizer.vocab_size, 61))
+        weights = tiny.random_params(config, block=block)
+        save_model("run", config, weights, block)
+        data.save_tokenizer("run", tokenizer)
+        status = main(["eval", "run", *arguments.split()])
+        said = capsys.readouterr()
+        return config, weights, status, said.out if status == 0 else said.err
+
+    (tmp_path / "run").mkdir()
+    return call
+
+
+LETTERS = data.CharTokenizer("abcdefgh é\n")
+
+
+def test_the_command_scores_a_text(run, tmp_path):
+    text = "abc déf gh\nabc"
+    (tmp_path / "text.txt").write_text(text, "utf-8")
+    config, weights, status, said = run(LETTERS, "--data text.txt --window 7 --stride 3 --batch-size 2 --json")
+    assert status == 0
+    options = {"window": 7, "stride": 3, "batch_size": 2, "compute_dtype": "float32", "block": fg.Block}
+    score = score_text(config, weights, LETTERS, text, **options)
+    expected = {"loss", "perplexity", "bits_per_token", "bits_per_character", "bits_per_byte", "tokens"}
+    assert json.loads(said) == {name: pytest.approx(getattr(score, name), rel=1e-6) for name in expected}
+    assert (score.tokens, score.characters, score.bytes) == (13, 13, 14)
+
+    *_, table = run(LETTERS, "--data text.txt --window 7 --stride 3 --batch-size 2 --tokens-limit 9 --quiet")
+    limited = score_text(config, weights, LETTERS, text[:9], **options)
+    rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines())
+    assert rows["perplexity"] == f"{limited.perplexity:.4f}"
+    assert rows["bits per byte"] == f"{limited.bits_per_byte:.4f}"
+    assert rows["tokens"] == "8"
+
+
+def test_the_command_takes_a_task_and_a_block(run, tmp_path):
+    """Numbers with spaces between, and the run's own kind of block."""
+    (tmp_path / "ids.txt").write_text(" ".join(map(str, IDS)))
+    config, weights, _, said = run(data.IdTokenizer(61), "--data ids.txt --json", fg.NoLNBlock)
+    score = score_ids(config, weights, IDS, compute_dtype="float32", block=fg.NoLNBlock)
+    assert json.loads(said)["loss"] == pytest.approx(score.loss, rel=1e-6)
+    *_, rough = run(data.IdTokenizer(61), "--data ids.txt --json --compute-dtype bfloat16", fg.NoLNBlock)
+    assert json.loads(rough)["loss"] == pytest.approx(json.loads(said)["loss"], rel=0.02)
+    assert rough != said
+
+
+def test_the_command_asks_questions(run, tmp_path):
+    lines = [{"prompt": "abc", "choices": ["d", "ef"], "answer": i % 2} for i in range(3)]
+    lines.append({"prompt": "abcdefgh" * 3, "choices": ["d", "ef"], "answer": 0})
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config, weights, _, said = run(LETTERS, "--choices q.jsonl --json")
+    options = {"batch_size": 8, "compute_dtype": "float32", "block": fg.Block}
+    score = evaluation.score_questions(config, weights, LETTERS, evaluation.read_questions("q.jsonl"), **options)
+    assert json.loads(said) == dataclasses.asdict(score)
+    assert score.truncated == 1
+    *_, table = run(LETTERS, "--choices q.jsonl")
+    assert "accuracy per byte" in table
+    assert "lost the beginning of theirs" in table
+    (tmp_path / "words.jsonl").write_text('{"text": "abc de"}\n')
+    *_, said = run(LETTERS, "--choices words.jsonl --json")
+    assert set(json.loads(said)) == {"questions", "accuracy", "perplexity", "truncated"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give one thing to evaluate on: --data with a text, or --choices with a file of questions"),
+        ("--data text.txt --choices q.jsonl", "give one thing to evaluate on"),
+        ("--data nowhere.txt", "no such file or folder: nowhere.txt"),
+        ("--data text.txt", "characters outside the model's alphabet of 11: 'xyz'"),
+        ("--data one.txt", "a text to score needs at least 2 tokens"),
+        ("--data one.txt --stride 11", "stride must be from 1 to window=10, got 11"),
+        ("--data one.txt --tokens-limit 1", "--tokens-limit must be at least 2, got 1"),
+        ("--choices nowhere.jsonl", "no such file: nowhere.jsonl"),
+        ("--choices q.jsonl --stride 3", "--stride goes with --data"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(run, tmp_path, arguments, message):
+    (tmp_path / "text.txt").write_text("xyz")
+    (tmp_path / "one.txt").write_text("a")
+    *_, status, said = run(LETTERS, arguments)
+    assert status == 1
+    assert message in said
+
+
+def test_weights_without_a_tokenizer_are_refused(params, tmp_path, capsys):
+    save_model(tmp_path, CONFIG, params)
+    assert main(["eval", str(tmp_path), "--data", "text.txt"]) == 1
+    assert "holds a model and no tokenizer (there is no" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nowhere"), "--data", "text.txt"]) == 1
+    assert "nowhere holds no finished run" in capsys.readouterr().err

@@ -24,6 +24,8 @@ VALIDATION: dict[str, Any] = {"color": "tab:orange", "linewidth": 1.8, "marker":
 def read_metrics(folder: str | Path) -> list[Line]:
     """The lines of metrics of a run, also of one still going on, whose last line may be half written.
 
+    null is read as NaN, and what is no number is left out.
+
     Raises:
         FileNotFoundError: the folder has no metrics.
         ValueError: there is no line yet, or one other than the last is not a JSON object with a step.
@@ -42,7 +44,8 @@ def read_metrics(folder: str | Path) -> list[Line]:
             if number == len(texts):  # what follows the last line break: nothing, or a line under way
                 break
             raise ValueError(f"{path}, line {number}: {error}") from error
-        lines.append(line)
+        values = {name: math.nan if value is None else value for name, value in line.items()}
+        lines.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if not lines:
         raise ValueError(f"{path} has no line of metrics yet")
     return lines
@@ -94,8 +97,8 @@ def compare_figure(runs: Mapping[str, Sequence[Line]], title: str = "") -> Figur
         title: what is compared.
     """
     seconds = max((line.get("seconds", 0) for lines in runs.values() for line in lines), default=0)
-    unit, divide_by = "seconds", 1
-    for longer, length in (("minutes", 60), ("hours", 3600)):
+    unit, divide_by = "seconds", 1.0
+    for longer, length in (("minutes", 60.0), ("hours", 3600.0)):
         if seconds >= 3 * length:
             unit, divide_by = longer, length
     figure = _figure(11.0, 7.4)
@@ -167,7 +170,7 @@ def _plot(
         positive: leave out what a logarithmic axis has no place for.
         style: keyword arguments of `Axes.plot`.
     """
-    points = [(line[x] / divide_by, _number(line[name])) for line in lines if name in line and x in line]
+    points = [(line[x] / divide_by, line[name]) for line in lines if name in line and x in line]
     points = [(at, math.nan if not math.isfinite(y) or (positive and y <= 0) else y) for at, y in points]
     values = [y for _, y in points if not math.isnan(y)]
     if values:
@@ -177,13 +180,8 @@ def _plot(
     return values
 
 
-def _number(value: Any) -> float:
-    """A metric as a float; what is none, such as the null that some writers put for NaN, is NaN."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
 def _last(lines: Sequence[Line], name: str) -> float:
-    return next((_number(line[name]) for line in reversed(lines) if name in line), math.nan)
+    return next((line[name] for line in reversed(lines) if name in line), math.nan)
 
 
 def _limit(axes: Axes, drawn: Sequence[Sequence[float]], optimum: float | None = None) -> None:
@@ -192,7 +190,7 @@ def _limit(axes: Axes, drawn: Sequence[Sequence[float]], optimum: float | None =
     if not curves:
         return
     low = min([*(min(values) for values in curves), *([] if optimum is None else [optimum])])
-    high = max(max(values[0], float(np.quantile(values, 0.95))) for values in curves)
+    high = max(max(values[0], float(np.quantile(values, 0.95, method="lower"))) for values in curves)
     margin = 0.04 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
 
@@ -219,6 +217,6 @@ def _median(values: Sequence[float]) -> str:
 
 def _with_best(name: str, lines: Sequence[Line]) -> str:
     """The name of a run with its best validation loss."""
-    losses = [_number(line["val_loss"]) for line in lines if "val_loss" in line]
+    losses = [line["val_loss"] for line in lines if "val_loss" in line]
     finite = [loss for loss in losses if math.isfinite(loss)]
     return f"{name} (best {min(finite):.4f})" if finite else name
