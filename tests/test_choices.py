@@ -101,17 +101,19 @@ def test_a_last_word_is_right_when_greedy_generation_would_write_it(params, log_
         split = text.rindex(" ")
         assert not log_prob(text[:split], text[split:])[1]
     greedy = next(c for c in CHARS.chars if log_prob(context, c)[1])
+    half_right = next(greedy + c for c in CHARS.chars if not log_prob(context, greedy + c)[1])
     questions = [
         Question(context, (greedy,), 0),
+        Question(context, (half_right,), 0),
         *read_questions(file({"text": texts[0]}, "", {"text": texts[1] + "\n"})),
     ]
-    assert [q.choices for q in questions] == [(greedy,), (" xyz",), (" zzz",)]
-    assert questions[2].context == "a dog "
+    assert [q.choices for q in questions] == [(greedy,), (half_right,), (" xyz",), (" zzz",)]
+    assert questions[3].context == "a dog "
     score = score_questions(CONFIG, params, CHARS, questions, batch_size=5)
     expected = np.mean([log_prob(q.context, q.choices[0])[0] for q in questions])
-    assert score.accuracy == pytest.approx(1 / 3)
+    assert score.accuracy == 1 / 4
     assert score.perplexity == pytest.approx(math.exp(-expected), rel=1e-5)
-    assert (score.questions, score.truncated) == (3, 0)
+    assert (score.questions, score.truncated) == (4, 0)
 
 
 def test_a_question_that_does_not_fit_loses_the_beginning_of_its_context_and_is_counted(params, log_prob):

@@ -95,6 +95,18 @@ def test_options_reach_the_model(params):
     assert 1e-4 < np.abs(plain - rough).max() < 0.3
 
 
+class Halves:
+    """A tokenizer of bytes, of "é" and "a" alone, so that it has few ids."""
+
+    vocab_size = 3
+
+    def encode(self, text):
+        return np.array([b"\xc3\xa9a".index(byte) for byte in text.encode()])
+
+    def decode(self, ids):
+        return bytes(b"\xc3\xa9a"[i] for i in ids).decode(errors="replace")
+
+
 def test_bits_are_of_the_part_that_was_scored(params):
     """Of the text without its first token; of half a character, the rest of its bytes is scored."""
     chars = data.CharTokenizer("aé\n")
@@ -106,6 +118,8 @@ def test_bits_are_of_the_part_that_was_scored(params):
     cut = score_text(CONFIG, params, chars, "éaé\nééa", limit=4)
     assert (cut.tokens, cut.characters, cut.bytes) == (3, 3, 4)
     assert cut.nats == pytest.approx(score_ids(CONFIG, params, chars.encode("éaé\n")).nats)
+    half = score_text(CONFIG, params, Halves(), "éa")
+    assert (half.tokens, half.characters, half.bytes) == (2, 2, 2)
     assert score_ids(CONFIG, params, IDS).bits_per_byte is None
 
 
