@@ -167,6 +167,14 @@ def test_what_cannot_be_drawn_is_refused(run, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "plot"])
+def test_help_explains_every_flag(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--" in capsys.readouterr().out
+
+
 def without(monkeypatch, package):
     """Has imports of a package fail, as where it is not installed."""
     real = builtins.__import__

@@ -33,6 +33,8 @@ from flax_gpt.data.tokenizer import Tokenizer
 from flax_gpt.evaluation.perplexity import Report
 from flax_gpt.forward import Params, forward
 
+Pair = tuple[np.ndarray, np.ndarray]  # ids of a context, ids of what follows it
+
 SHORTEST_ROW = 16  # rows are padded to a power of two from here up, so that few shapes compile
 
 
@@ -221,9 +223,6 @@ def score_questions(
 
     by_sum, by_token, by_byte = (share_right(scores.log_probs / length) for length in (1, tokens, n_bytes))
     return ChoiceScore(count, by_sum, by_token, by_byte, truncated)
-
-
-Pair = tuple[np.ndarray, np.ndarray]  # ids of a context, ids of what follows it
 
 
 def _encode(config: GPTConfig, tokenizer: Tokenizer, question: Question) -> tuple[list[Pair], bool]:

@@ -102,7 +102,7 @@ def compare_figure(runs: Mapping[str, Sequence[Line]], title: str = "") -> Figur
         if seconds >= 3 * length:
             unit, divide_by = longer, length
     figure = _figure(11.0, 7.4)
-    from matplotlib import colormaps
+    from matplotlib import colormaps  # only now: `_figure` says what to do where there is no matplotlib
 
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
     figure.suptitle(title, fontweight="bold")

@@ -18,9 +18,10 @@ SIZE_ON_CPU, SIZE_ELSEWHERE = 1024, 8192
 def measure_peak_flops(dtype: Any = jnp.float32, *, size: int | None = None, seconds: float = 0.25) -> float:
     """The rate of a large square matrix product on one device, in floating-point operations a second.
 
-    It is what the package's own product reaches (operands of `dtype`, accumulated in at least float32), the best of
-    several batches of them, and not the maker's figure, which no product reaches. A model's products are smaller: half
-    of this is good, and above it is a measurement that something disturbed. It takes `seconds` and a compilation.
+    It is the rate of the package's own product (operands of `dtype`, accumulated in at least float32), the best of
+    several batches, and not the maker's figure, which no product reaches. The products of a model are smaller than
+    these, so that a training step which comes to half of it is a good one; a share above 1 means that something else
+    kept the machine busy while it was measured. It takes `seconds` and a compilation.
 
     Args:
         dtype: the compute dtype of the model.
