@@ -68,11 +68,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(whole, tmp_path, step):
     result = run_into(tmp_path)
     assert result.interrupted is None
     chex.assert_trees_all_equal(raw(result.state), raw(expected.state))
-    lines = read_metrics(tmp_path / "metrics.jsonl")
+    lines = read_metrics(tmp_path)
     assert without_clocks(lines) == without_clocks(expected.metrics)
     assert lines == result.metrics
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
-    assert without_clocks(read_metrics(reference / "metrics.jsonl")) == without_clocks(lines)
+    assert without_clocks(read_metrics(reference)) == without_clocks(lines)
 
 
 def test_a_finished_run_is_not_run_again(whole, tmp_path):
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 def test_metrics_are_cut_back_to_whole_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "é": 1}\n{"step": 2}\n{"st')
-    assert read_metrics(path) == [{"step": 0}, {"step": 1, "é": 1}, {"step": 2}]
+    assert read_metrics(tmp_path) == [{"step": 0}, {"step": 1, "é": 1}, {"step": 2}]
     with MetricsFile(path) as file:
         with pytest.raises(ValueError, match="has 4 lines, fewer than the 5"):
             file.rewind(5)
@@ -263,7 +263,7 @@ def test_another_process_goes_on_to_the_same_bits(whole, tmp_path):
     with start_child(tmp_path) as child:
         output, _ = child.communicate()
     assert json.loads(output) == [20, int(checksum(raw(expected.state)))]
-    assert without_clocks(read_metrics(tmp_path / "metrics.jsonl")) == without_clocks(expected.metrics)
+    assert without_clocks(read_metrics(tmp_path)) == without_clocks(expected.metrics)
 
 
 @pytest.mark.slow
@@ -287,4 +287,4 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bits(whole, tmp_path, half)
             assert child.returncode == 0
             break
         assert json.loads(output) == [20, int(checksum(raw(expected.state)))]
-        assert without_clocks(read_metrics(folder / "metrics.jsonl")) == without_clocks(expected.metrics)
+        assert without_clocks(read_metrics(folder)) == without_clocks(expected.metrics)

@@ -13,7 +13,7 @@ import pytest
 import flax_gpt as fg
 from flax_gpt import data, training
 from flax_gpt.cli import main
-from flax_gpt.cli.train import Args, parse
+from flax_gpt.cli.train_args import Args, parse
 from flax_gpt.training.run import load_run
 
 TINY = (
@@ -43,6 +43,7 @@ def test_training_on_a_text_leaves_a_run_that_can_be_sampled_and_loaded(tmp_path
     run = tmp_path / "runs" / "fox"
     assert {path.name for path in run.iterdir()} == {
         "config.json", "model.safetensors", "flax_gpt_tokenizer.json", "train.json", "metrics.jsonl", "loss.png",
+        "checkpoints", "samples.txt",
     }  # fmt: skip
     lines = lines_of(run)
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6]
@@ -50,6 +51,9 @@ def test_training_on_a_text_leaves_a_run_that_can_be_sampled_and_loaded(tmp_path
     loss = lines[-1]["val_loss"]
     assert f"validation loss {loss:.4f} nats per token, {loss / np.log(2):.4f} bits per character" in said
     assert "runs/fox/loss.png" in said
+    assert [line for line in (run / "samples.txt").read_text().splitlines() if line.startswith("---")] == [
+        "--- step 0", "--- step 3",
+    ]  # fmt: skip
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     options = json.loads((run / "train.json").read_text())
     assert options["steps"] == 6
@@ -103,18 +107,81 @@ def test_a_second_run_of_the_same_name_takes_the_next_folder_and_a_named_one_is_
     assert (tmp_path / "runs/sort/model.safetensors").read_bytes() == before
 
 
-def test_ctrl_c_keeps_what_was_reached_and_says_where(tmp_path, monkeypatch, capsys):
+def interrupt_after(step, signum, monkeypatch):
+    """Has the next run ask itself to stop when it reports this step."""
     from flax_gpt.training.progress import TrainingProgress
 
+    steps = [step]
+
     def report(self, line):
-        if line["step"] == 2:
-            signal.raise_signal(signal.SIGINT)
+        if line["step"] in steps:
+            steps.clear()
+            signal.raise_signal(signum)
 
     monkeypatch.setattr(TrainingProgress, "report", report)
-    assert main(["train", "--task", "sort", *TINY]) == 130
-    assert "interrupted after step 3 of 6; what was reached is in runs/sort" in capsys.readouterr().out
-    assert load_run(tmp_path / "runs/sort").config.n_embd == 8
-    assert (tmp_path / "runs/sort/loss.png").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_been(tmp_path, signum, monkeypatch, capsys):
+    arguments = ["train", "--task", "sort", *TINY, "--dropout", "0.1", "--out", "whole"]
+    assert main(arguments) == 0
+    interrupt_after(2, signum, monkeypatch)
+    assert main([*arguments[:-1], "cut"]) == 128 + signum
+    said = capsys.readouterr().out
+    assert "interrupted after step 3 of 6; go on with  flax-gpt train --resume cut" in said
+    assert load_run(tmp_path / "cut").config.n_embd == 8  # of the latest checkpoint
+    assert (tmp_path / "cut/loss.png").exists()
+    assert not (tmp_path / "cut/model.safetensors").exists()
+    assert main(["train", "--resume", "cut", "--lr", "0.5"]) == 1
+    assert "lr: 0.001 in the checkpoint, 0.5 now" in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["train", "--resume", "../cut"]) == 0
+    whole, cut = (tmp_path / name for name in ("whole", "cut"))
+    assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+    for line, other in zip(lines_of(whole), lines_of(cut), strict=True):
+        assert {k: v for k, v in line.items() if "second" not in k} == {
+            k: v for k, v in other.items() if "second" not in k
+        }
+    capsys.readouterr()
+    assert main(["train", "--resume", "../cut"]) == 0
+    assert "holds a finished run; there is nothing left to do" in capsys.readouterr().out
+    assert main(["sample", "../cut", "0", "--checkpoint", "3", "--max-new-tokens", "2"]) == 0
+    assert main(["sample", "../cut", "0", "--checkpoint", "4"]) == 1
+    assert "no checkpoint 4; its steps are [3, 6]" in capsys.readouterr().err
+
+
+def test_without_checkpoints_ctrl_c_keeps_the_model(tmp_path, monkeypatch, capsys):
+    interrupt_after(2, signal.SIGINT, monkeypatch)
+    assert main(["train", "--task", "sort", *TINY, "--checkpoint-every", "None", "--out", "cut"]) == 130
+    assert "interrupted after step 3 of 6; what was reached is in cut" in capsys.readouterr().out
+    assert load_run(tmp_path / "cut").config.n_embd == 8
+
+
+def test_training_starts_from_another_run_with_its_sizes_and_tokenizer(tmp_path, text, capsys):
+    base = [*TINY, "--n-positions", "16", "--quiet", "--sample-tokens", "0", "--checkpoint-every", "None"]
+    assert main(["train", "--data", str(text), *base, "--out", "first"]) == 0
+    (tmp_path / "new.txt").write_text("a lazy fox jumps over the brown dog\n" * 40)  # without some of the letters
+    fine = ["train", "--init-from", "first", "--data", "new.txt", "--steps", "4", "--warmup-steps", "1", "--quiet"]
+    assert (
+        main([*fine, "--n-positions", "8", "--dropout", "0.1", "--lr", "1e-9", "--min-lr", "0", "--out", "fine"]) == 0
+    )
+    before, after = load_run(tmp_path / "first"), load_run(tmp_path / "fine")
+    assert after.tokenizer == before.tokenizer
+    assert (after.config.n_layer, after.config.n_positions, after.config.attn_pdrop) == (1, 8, 0.1)
+    np.testing.assert_allclose(after.params["wpe"], before.params["wpe"][:8], atol=1e-7)
+    np.testing.assert_allclose(after.params["wte"], before.params["wte"], atol=1e-7)
+    capsys.readouterr()
+    assert main([*fine, "--n-embd", "16"]) == 1
+    assert "of the model to start from, n_embd is 8, not 16; leave these flags out" in capsys.readouterr().err
+    assert main([*fine, "--n-positions", "32"]) == 1
+    assert "n_positions=16, fewer than 32" in capsys.readouterr().err
+
+
+def test_metrics_go_to_tensorboard_on_request(tmp_path):
+    pytest.importorskip("tensorboardX")
+    assert main(["train", "--task", "sort", *TINY, "--tensorboard", "--out", "out", "--quiet"]) == 0
+    assert list((tmp_path / "out/tensorboard").glob("events.*"))
 
 
 def test_every_hyper_parameter_has_a_flag_that_reaches_its_config():
@@ -154,7 +221,12 @@ def test_what_is_trained_on_brings_its_own_defaults_and_flags_win(recipe, named)
         ("train --dropout 1", "must be at least 0 and below 1, got 1.0"),
         ("train --steps 5", "warmup_steps must be below steps, got warmup_steps=100 and steps=5"),
         ("train --task sort --n-positions 5", "sequences have 11 tokens, more than n_positions=5"),
-        ("sample nowhere hello", "nowhere holds no finished run"),
+        ("sample nowhere hello", "nowhere holds no run"),
+        ("train --resume nowhere", "nowhere holds no run to go on with"),
+        ("train --resume nowhere --task sort", "--resume goes on with a run as it was; leave out --task"),
+        ("train --init-from nowhere", "nowhere holds no run"),
+        ("train --optimizer muon --min-lr 1", "min_lr must not be above lr"),
+        ("train --sample-tokens -1", "--sample-tokens must not be negative, got -1"),
         ("info gpt3", "unknown preset 'gpt3'; the presets are gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
         ("info gpt2 --t 1025", "t must be from 1 to n_positions=1024, got 1025"),
         ("info gpt2 --compute-dtype int8", "must be float32 or bfloat16, got 'int8'"),

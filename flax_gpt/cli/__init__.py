@@ -1,4 +1,4 @@
-"""The command line: `flax-gpt train | sample | info`."""
+"""The command line: `flax-gpt train | sample | eval | plot | info`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import jax
 COMMANDS = {
     "train": "train a GPT on a text or a toy task",
     "sample": "write text with a trained one",
+    "eval": "perplexity of a text, or questions answered, by a trained one",
+    "plot": "draw the metrics of runs",
     "info": "parameters, FLOPs and memory of a model",
 }
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
         print(f"flax-gpt {arguments[0]}: error: {error}", file=sys.stderr)
         return 1
 

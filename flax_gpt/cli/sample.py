@@ -1,4 +1,4 @@
-"""`flax-gpt sample`: text from a finished run."""
+"""`flax-gpt sample`: text from a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tyro
 
 from flax_gpt.cli.train import say
 from flax_gpt.generate import generate
-from flax_gpt.training.run import load_run
+from flax_gpt.training.run import load_run, parse_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Args:
     """Writes text with a trained GPT: the prompt and what it makes of it."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The folder of a finished run."""
+    """The folder of a run."""
     prompt: Annotated[str, tyro.conf.Positional] = "\n"
     """What to continue; for a run on a toy task, numbers with spaces between. By default a line break."""
     max_new_tokens: int = 300
@@ -36,6 +36,8 @@ class Args:
     """Draw from the most likely tokens that have this probability together."""
     seed: int = 0
     """Of the draws."""
+    checkpoint: str | None = None
+    """latest, best, or a step; by default what the run ended with, or the latest of one that has not ended."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     args = tyro.cli(Args, args=list(arguments), prog="flax-gpt sample")
     if args.num_samples < 1:
         raise ValueError(f"--num-samples must be at least 1, got {args.num_samples}")
-    run = load_run(args.run)
+    run = load_run(args.run, checkpoint=parse_checkpoint(args.checkpoint))
     prompt = run.tokenizer.encode(args.prompt)
     if len(prompt) == 0:
         raise ValueError("the prompt is empty; give at least one token to continue")

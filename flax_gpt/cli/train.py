@@ -2,143 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from flax_gpt import data
 from flax_gpt.accounting import count_params
+from flax_gpt.cli.train_args import Args, parse
 from flax_gpt.config import GPTConfig
+from flax_gpt.forward import Params
 from flax_gpt.generate import generate
-from flax_gpt.model import BLOCKS, BlockType
+from flax_gpt.model import BLOCKS, BlockType, block_name
 from flax_gpt.training import run
+from flax_gpt.training.checkpoint import has_checkpoints
 from flax_gpt.training.config import TrainConfig
 from flax_gpt.training.evaluate import exam_score
-from flax_gpt.training.loop import FitResult, Line, check_source, fit
+from flax_gpt.training.loop import FitResult, check_source, fit
+from flax_gpt.training.metrics import METRICS_FILE, Line
+from flax_gpt.training.peak import measure_peak_flops
 from flax_gpt.training.progress import TrainingProgress
-from flax_gpt.training.recipes import RECIPES
 
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Trains a GPT: on the built-in text (the source of Python's standard library), a text of yours, or a toy task.
-
-    Options that are not given take the values shown, which belong to what is trained on.
-    """
-
-    task: Literal["sort", "induction", "recall", "addition", "markov"] | None = None
-    """A toy task to train on instead of a text. With it (or --data), --help shows the values that belong to it."""
-    data: Path | None = None
-    """A UTF-8 text file, or a folder of them, to train on instead of the built-in text."""
-    tokenizer: Literal["char", "byte"] = "char"
-    """What a token of the text is."""
-    out: Path | None = None
-    """The folder to write to; by default runs/NAME, with a number where that is taken."""
-    quiet: bool = False
-    """Show no progress."""
-
-    n_layer: int = 4
-    """Number of blocks."""
-    n_head: int = 4
-    """Attention heads in each; divides --n-embd."""
-    n_embd: int = 128
-    """Width of the model."""
-    n_positions: int = 64
-    """Length of the context."""
-    n_inner: int | None = None
-    """Width of the MLP's hidden layer; None is 4 times --n-embd."""
-    block: Literal["pre_ln", "post_ln", "no_ln"] = "pre_ln"
-    """Where the block has its LayerNorms."""
-    activation_function: Literal["gelu_new", "gelu", "relu", "linear"] = "gelu_new"
-    """The MLP's non-linearity."""
-    dropout: float | None = None
-    """Sets the three dropout rates below at once."""
-    embd_pdrop: float = 0.0
-    """Dropout rate of the embeddings."""
-    attn_pdrop: float = 0.0
-    """Dropout rate of the attention pattern."""
-    resid_pdrop: float = 0.0
-    """Dropout rate of what attention and MLP add to the stream."""
-    layer_norm_epsilon: float = 1e-5
-    """Added to the variance in LayerNorm."""
-    initializer_range: float = 0.02
-    """Standard deviation of fresh matrices."""
-    tie_word_embeddings: bool = True
-    """Read the logits off the token embedding."""
-    qkv_bias: bool = True
-    """Give queries, keys and values a bias."""
-
-    seed: int = 1337
-    """Of parameters, data order and dropout."""
-    steps: int = 2000
-    """Number of updates."""
-    batch_size: int = 12
-    """Sequences in each."""
-    lr: float = 1e-3
-    """Learning rate at the end of the warm-up."""
-    min_lr: float = 1e-4
-    """Learning rate at the end of the run."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up."""
-    beta1: float = 0.9
-    """AdamW's decay rate of the gradient's mean."""
-    beta2: float = 0.99
-    """AdamW's decay rate of the gradient's square."""
-    weight_decay: float = 0.1
-    """AdamW's, on matrices alone."""
-    clip_norm: float = 1.0
-    """Scale larger gradients down to this norm."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and matrix products."""
-    layers: Literal["auto", "scan", "unroll"] = "auto"
-    """How the layers are compiled."""
-    remat: bool = False
-    """Save memory by computing activations twice."""
-    log_every: int = 10
-    """Steps between lines of metrics."""
-    eval_every: int = 250
-    """Steps between evaluations."""
-    eval_batches: int = 10
-    """Batches in each."""
-
-    def take(self, kind: type) -> dict[str, Any]:
-        """The flags that are fields of a config class."""
-        names = {field.name for field in dataclasses.fields(kind)}
-        return {name: value for name, value in vars(self).items() if name in names}
-
-
-def default_args(recipe_name: str) -> Args:
-    """The values of a recipe: a task's, "text" or "python"."""
-    recipe = RECIPES[recipe_name]
-    task = recipe_name if recipe_name in data.TASKS else None
-    length = {"n_positions": data.TASKS[task]().t} if task else {}
-    return Args(task=task, **length, **recipe.model, **dataclasses.asdict(recipe.train))  # type: ignore[arg-type]
-
-
-def parse(arguments: Sequence[str]) -> Args:
-    """Reads the flags. What to train on is looked at first: it decides what the others are when they are not given."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--task", nargs="?")
-    first.add_argument("--data", nargs="?")
-    source, _ = first.parse_known_args(arguments)
-    if source.task is not None and source.task not in data.TASKS:
-        raise ValueError(f"unknown task {source.task!r}; the tasks are {', '.join(data.TASKS)}")
-    defaults = default_args(source.task or ("text" if source.data else "python"))
-    args = tyro.cli(Args, args=list(arguments), default=defaults, prog="flax-gpt train")
-    if args.task and args.data:
-        raise ValueError(f"give --task or --data, not both (got --task {args.task} and --data {args.data})")
-    if args.dropout is not None:
-        args = dataclasses.replace(args, embd_pdrop=args.dropout, attn_pdrop=args.dropout, resid_pdrop=args.dropout)
-    return args
+SAMPLES_FILE = "samples.txt"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -147,59 +39,125 @@ def main(arguments: Sequence[str]) -> int:
     # Built first: a wrong value should not wait for the data, nor a folder be made for it.
     train = TrainConfig(**args.take(TrainConfig))
     GPTConfig(vocab_size=1, **args.take(GPTConfig))
-    source = make_source(args)
-    config = GPTConfig(vocab_size=source.vocab_size, **args.take(GPTConfig))
+    block = BLOCKS[args.block]
+    start = run.load_run(args.init_from) if args.init_from else None
+    source = make_source(args, start)
+    vocab_size = start.config.vocab_size if start else source.vocab_size
+    config = GPTConfig(vocab_size=vocab_size, **args.take(GPTConfig))
     check_source(config, source)
+    params = starting_params(start, config, block) if start else None
     name = args.task or (args.data.resolve().stem if args.data else "python")
-    options = json.loads(json.dumps(dataclasses.asdict(args), default=str))
-    folder = run.claim_folder(args.out, options) if args.out else run.claim_free_folder(name, options)
+
+    if args.resume:
+        folder = args.resume
+        if (folder / run.WEIGHTS_FILE).exists():
+            say(f"{folder} holds a finished run; there is nothing left to do")
+            return 0
+        if not has_checkpoints(folder):
+            say(f"{folder} has no checkpoint yet; the run begins anew")
+    else:
+        options = json.loads(json.dumps(_with_absolute_paths(args), default=str))
+        folder = run.claim_folder(args.out, options) if args.out else run.claim_free_folder(name, options)
+    run.save_config(folder, config, block)
+    data.save_tokenizer(folder, tokenizer_of(source))
 
     say(f"{name}: {describe(source)}")
     amount = f"{train.steps} steps of {train.batch_size} x {source.t} tokens"
-    say(f"{count_params(config):,} parameters, {amount} -> {folder}")
-    result = train_into(folder, config, train, source, args)
-    run.save_model(folder, config, result.params, BLOCKS[args.block])
-    if isinstance(source, data.Corpus):
-        data.save_tokenizer(folder, source.tokenizer)
-    else:
-        data.save_tokenizer(folder, data.IdTokenizer(source.vocab_size))
+    say(f"{count_params(config, block):,} parameters, {amount} -> {folder}")
+    result = train_into(folder, config, train, source, params, args)
     plot = draw_curve(folder, name, result.metrics, source.optimum)
-    if result.interrupted:
-        say(f"\ninterrupted after step {result.step} of {train.steps}; what was reached is in {folder}")
-        return 130
+    if result.interrupted is not None:
+        kept = f"go on with  flax-gpt train --resume {folder}"
+        if not has_checkpoints(folder):
+            run.save_weights(folder, config, result.params, block)
+            kept = f"what was reached is in {folder}"
+        say(f"\ninterrupted after step {result.step} of {train.steps}; {kept}")
+        return 128 + result.interrupted
+    run.save_weights(folder, config, result.params, block)
     if isinstance(source, data.Corpus):
-        report_text(config, result, source, train.seed, BLOCKS[args.block])
+        report_text(config, result, source, args)
     else:
-        report_task(config, result, source, BLOCKS[args.block])
-    say(f"\nloss curve   {plot}\nparameters   {folder / run.WEIGHTS_FILE}\nmetrics      {folder / run.METRICS_FILE}")
+        report_task(config, result, source, block)
+    say(f"\nthe run      {plot}\nparameters   {folder / run.WEIGHTS_FILE}\nmetrics      {folder / METRICS_FILE}")
     if isinstance(source, data.Corpus):
         say(f'write more   flax-gpt sample {folder} "a prompt"')
     return 0
 
 
-def make_source(args: Args) -> data.Corpus | data.Task:
-    """What the flags say to train on."""
+def _with_absolute_paths(args: Args) -> dict[str, object]:
+    """The flags as a dict; a run may be resumed from another folder."""
+    return {
+        name: value.resolve() if isinstance(value, Path) else value for name, value in dataclasses.asdict(args).items()
+    }
+
+
+def make_source(args: Args, start: run.Run | None = None) -> data.Corpus | data.Task:
+    """What the flags say to train on, in the tokens of the run to start from where there is one."""
     if args.task:
         return data.TASKS[args.task]()
     text = data.read_text(args.data) if args.data else data.stdlib_text()
-    tokenizer = data.ByteTokenizer() if args.tokenizer == "byte" else data.CharTokenizer.of_text(text)
+    if start is not None:
+        tokenizer = start.tokenizer
+    else:
+        tokenizer = data.ByteTokenizer() if args.tokenizer == "byte" else data.CharTokenizer.of_text(text)
     return data.Corpus.of_text(text, tokenizer, args.n_positions)
 
 
+def tokenizer_of(source: data.Corpus | data.Task) -> data.Tokenizer:
+    """A corpus's own, or plain numbers."""
+    return source.tokenizer if isinstance(source, data.Corpus) else data.IdTokenizer(source.vocab_size)
+
+
+def starting_params(start: run.Run, config: GPTConfig, block: BlockType) -> Params:
+    """The parameters of the run to start from, for a config that may differ in dropout, and in a shorter context.
+
+    Raises:
+        ValueError: it differs in more; the message lists what.
+    """
+    old, new = dataclasses.asdict(start.config), dataclasses.asdict(config)
+    old["block"], new["block"] = block_name(start.block), block_name(block)
+    free = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "n_positions", "initializer_range"}
+    differences = [f"{name} is {old[name]!r}, not {new[name]!r}" for name in old if old[name] != new[name]]
+    if wrong := [text for text in differences if text.split()[0] not in free]:
+        raise ValueError(f"of the model to start from, {'; '.join(wrong)}; leave these flags out")
+    if config.n_positions > start.config.n_positions:
+        raise ValueError(
+            f"the model to start from has n_positions={start.config.n_positions}, fewer than {config.n_positions}"
+        )
+    return {**start.params, "wpe": jnp.asarray(start.params["wpe"])[: config.n_positions]}
+
+
 def train_into(
-    folder: Path, config: GPTConfig, train: TrainConfig, source: data.Corpus | data.Task, args: Args
+    folder: Path,
+    config: GPTConfig,
+    train: TrainConfig,
+    source: data.Corpus | data.Task,
+    params: Params | None,
+    args: Args,
 ) -> FitResult:
-    """`fit`, with a progress bar and its metrics written to the folder as they arise."""
-    with (
-        (folder / run.METRICS_FILE).open("w", encoding="utf-8", buffering=1) as file,
-        TrainingProgress(train.steps, quiet=args.quiet) as bar,
-    ):
+    """`fit`, with a progress bar, and samples of what a model of text writes."""
+    reports: list[Callable[[Line], None]] = []
+    with contextlib.ExitStack() as stack:
+        if args.tensorboard:
+            # Imported only now: most have no use for it.
+            from flax_gpt.training.tensorboard import TensorBoardWriter
+
+            reports.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")).report)
+        peak = None if args.quiet else measure_peak_flops(train.compute_dtype)
+        bar = stack.enter_context(TrainingProgress(train.steps, quiet=args.quiet, peak_flops=peak))
+        reports.append(bar.report)
 
         def report(line: Line) -> None:
-            file.write(json.dumps(line) + "\n")
-            bar.report(line)
+            for each in reports:
+                each(line)
 
-        return fit(config, train, source, block=BLOCKS[args.block], report=report)
+        def inspect(step: int, params: Params) -> None:
+            if isinstance(source, data.Corpus) and args.sample_tokens and step < train.steps:
+                with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+                    file.write(f"--- step {step}\n{write_sample(config, params, source, args)}\n\n")
+
+        block = BLOCKS[args.block]
+        return fit(config, train, source, params=params, block=block, folder=folder, report=report, inspect=inspect)
 
 
 def describe(source: data.Corpus | data.Task) -> str:
@@ -212,28 +170,36 @@ def describe(source: data.Corpus | data.Task) -> str:
     return f"{source}, best possible loss {source.optimum:.4f} nats per token"
 
 
-def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, seed: int, block: BlockType) -> None:
-    """Prints the validation loss and a sample."""
-    loss = result.metrics[-1]["val_loss"]
-    bits = loss / math.log(2) / source.characters_per_token
-    say(f"\nvalidation loss {loss:.4f} nats per token, {bits:.4f} bits per character")
+def write_sample(config: GPTConfig, params: Params, source: data.Corpus, args: Args) -> str:
+    """The beginning of the validation part, and how the model goes on."""
+    opening = source.validation[:16]
     written = generate(
         config,
-        result.params,
-        [source.validation[:16]],
-        300,
+        params,
+        [opening],
+        args.sample_tokens,
         temperature=0.8,
-        key=jax.random.key(seed),
+        key=jax.random.key(args.seed),
         sliding=True,
-        block=block,
+        block=BLOCKS[args.block],
     )
-    opening = source.tokenizer.decode(source.validation[:16])
-    say(f"\nit writes, after {opening!r}:\n\n{opening}{source.tokenizer.decode(np.asarray(written.tokens[0]))}")
+    return source.tokenizer.decode(np.concatenate([opening, written.tokens[0]]))
+
+
+def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, args: Args) -> None:
+    """Prints the validation loss and a sample."""
+    loss = _last_validation(result)["val_loss"]
+    bits = loss / math.log(2) / source.characters_per_token
+    say(f"\nvalidation loss {loss:.4f} nats per token, {bits:.4f} bits per character")
+    if args.sample_tokens:
+        text = write_sample(config, result.params, source, args)
+        opening = source.tokenizer.decode(source.validation[:16])
+        say(f"\nit writes, after {opening!r}:\n\n{text}")
 
 
 def report_task(config: GPTConfig, result: FitResult, task: data.Task, block: BlockType) -> None:
     """Prints the validation loss beside the best possible one, and how many questions are answered right."""
-    line = result.metrics[-1]
+    line = _last_validation(result)
     best = float(np.mean([task.best_loss(batch) for batch in task.validation_batches(64)]))
     say(
         f"\nvalidation loss {line['val_loss']:.4f} nats per token, the best possible on these sequences is {best:.4f}; "
@@ -245,14 +211,18 @@ def report_task(config: GPTConfig, result: FitResult, task: data.Task, block: Bl
         say(f"{right} of {len(prompts)} questions answered exactly, by greedy generation")
 
 
-def draw_curve(folder: Path, name: str, lines: list[Line], optimum: float | None) -> str:
-    """Writes the loss curve; returns where it is, or what to install to have one."""
-    try:
-        from flax_gpt.training.curves import loss_figure
+def _last_validation(result: FitResult) -> Line:
+    return next(line for line in reversed(result.metrics) if "val_loss" in line)
 
-        figure = loss_figure(lines, title=name, optimum=optimum)
+
+def draw_curve(folder: Path, name: str, lines: list[Line], optimum: float | None) -> str:
+    """Draws the run; returns where, or what to install to have it drawn."""
+    try:
+        from flax_gpt.training.curves import run_figure
+
+        figure = run_figure(lines, title=name, optimum=optimum)
     except ImportError:
-        return "none: pip install 'flax_gpt[plots]' to have it drawn"
+        return "not drawn: pip install 'flax_gpt[plots]' to have it drawn"
     figure.savefig(folder / run.PLOT_FILE)
     return str(folder / run.PLOT_FILE)
 

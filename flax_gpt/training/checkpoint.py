@@ -32,12 +32,13 @@ class Checkpoints:
     Args:
         folder: made where it does not exist.
         keep: how many of the latest to keep. The one with the lowest validation loss is kept besides.
+        read_only: touch nothing, so that a run may be writing there at the same time.
 
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, keep: int = 2, read_only: bool = False) -> None:
         # Imported late: it takes a second, and only those who write or read checkpoints need it.
         import orbax.checkpoint as ocp
         from orbax.checkpoint.checkpoint_managers import preservation_policy
@@ -45,7 +46,8 @@ class Checkpoints:
         self._ocp = ocp
         self.folder = Path(folder).resolve()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"cannot write checkpoints to {self.folder}: {error.strerror}") from error
         self._manager = ocp.CheckpointManager(
@@ -64,7 +66,8 @@ class Checkpoints:
                 ),
                 best_fn=lambda metrics: metrics["val_loss"],
                 best_mode="min",
-                cleanup_tmp_directories=True,  # what a killed process left half written
+                cleanup_tmp_directories=not read_only,  # what a killed process left half written
+                read_only=read_only,
             ),
             item_handlers={
                 **{name: ocp.StandardCheckpointHandler() for name in ("params", "average", "rest")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -66,21 +67,34 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
 
-def read_metrics(path: str | Path) -> list[Line]:
-    """The lines of a metrics file; one that is still being written is left out.
+def read_metrics(folder: str | Path) -> list[Line]:
+    """The lines of metrics of a run, also of one still going on, whose last line may be half written.
+
+    null is read as NaN, and what is no number is left out.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
+        FileNotFoundError: the folder has no metrics.
+        ValueError: there is no line yet, or one other than the last is not a JSON object with a step.
     """
-    path = Path(path)
-    try:
-        text = path.read_text("utf-8")
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no metrics: there is no file {path}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not a file of metrics: {error}") from error
+    path = Path(folder, METRICS_FILE)
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: there is no {path}")
+    lines: list[Line] = []
+    texts = path.read_text("utf-8", errors="replace").split("\n")
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict) or "step" not in line:
+                raise ValueError("not an object with a step")
+        except ValueError as error:
+            if number == len(texts):  # what follows the last line break: nothing, or a line under way
+                break
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        values = {name: math.nan if value is None else value for name, value in line.items()}
+        lines.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
+    if not lines:
+        raise ValueError(f"{path} has no line of metrics yet")
+    return lines
 
 
 def _lock(file: IO[str]) -> None:

@@ -1,11 +1,13 @@
 """The folder that a training run leaves behind, and how to read it again.
 
     config.json                the model, as Hugging Face's GPT-2 has it
-    model.safetensors          its parameters
+    model.safetensors          its parameters, once the run is finished
     flax_gpt_tokenizer.json    what turns text into ids and back
     train.json                 every option as used, the versions, the command line
     metrics.jsonl              one object a line: step, seconds, and losses or rates (see `fit`)
-    loss.png                   the loss curve, where matplotlib is installed
+    checkpoints/               of the last steps and of the best (see `flax_gpt.training.checkpoint`)
+    samples.txt                what a model of text wrote at each evaluation
+    loss.png                   the course of the run, where matplotlib is installed
 
 Config and parameters of the standard block are written under GPT-2's published names, so that `load_pretrained` and
 Hugging Face open them; those of another block under their paths in the parameter tree.
@@ -38,6 +40,7 @@ from flax_gpt.pretrained.files import (
     save_pretrained,
     write_tensors,
 )
+from flax_gpt.training.checkpoint import FOLDER_NAME, Checkpoints, Which, has_checkpoints
 from flax_gpt.training.metrics import METRICS_FILE
 
 TRAIN_FILE, PLOT_FILE = "train.json", "loss.png"
@@ -45,7 +48,7 @@ TRAIN_FILE, PLOT_FILE = "train.json", "loss.png"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """A run.
 
     Attributes:
         config, params, block: the model.
@@ -92,38 +95,80 @@ def claim_free_folder(name: str, options: dict[str, Any]) -> Path:
 
 def save_model(folder: str | Path, config: GPTConfig, params: Params, block: BlockType = Block) -> None:
     """Writes config.json and model.safetensors."""
+    save_config(folder, config, block)
+    save_weights(folder, config, params, block)
+
+
+def save_config(folder: str | Path, config: GPTConfig, block: BlockType = Block) -> None:
+    """Writes config.json."""
+    path = Path(folder, CONFIG_FILE)
+    if block is Block:
+        config.to_json(path)
+        return
+    entries = {"model_type": "flax_gpt", "block": block_name(block), **dataclasses.asdict(config)}
+    path.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
+
+
+def save_weights(folder: str | Path, config: GPTConfig, params: Params, block: BlockType = Block) -> None:
+    """Writes model.safetensors."""
     if block is Block:
         save_pretrained(folder, config, params)
         return
     tensors = {name: np.asarray(leaf) for name, leaf in flatten_dict(params, sep=".").items()}
     write_tensors(Path(folder, WEIGHTS_FILE), tensors, {"format": "flax_gpt"})
-    entries = {"model_type": "flax_gpt", "block": block_name(block), **dataclasses.asdict(config)}
-    Path(folder, CONFIG_FILE).write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
 
 
-def load_model(folder: str | Path, block: BlockType | None = None) -> tuple[GPTConfig, Params, BlockType]:
-    """Reads what `save_model` wrote.
+def load_config(folder: str | Path, block: BlockType | None = None) -> tuple[GPTConfig, BlockType]:
+    """Reads config.json.
 
     Args:
-        folder: the run's.
+        folder: a run's, or one of GPT-2 weights.
         block: the module of one layer, where it is not one of `BLOCKS`.
 
     Raises:
-        FileNotFoundError: the folder or one of the two files is not there.
-        ValueError: the block is unknown or another one, or the parameters do not fit.
+        FileNotFoundError: there is none.
+        ValueError: it asks for what is not supported, or for another block.
     """
     path = Path(folder, CONFIG_FILE)
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no finished run: there is no {path}")
+        raise FileNotFoundError(f"{folder} holds no run: there is no {path}")
     entries = json.loads(path.read_text("utf-8"))
     if entries.get("model_type") != "flax_gpt":
-        return *load_pretrained(folder), Block
+        return GPTConfig.from_json(path), Block
     name = entries["block"]
     block = block or BLOCKS.get(name)
     if block is None or block_name(block) != name:
         raise ValueError(f"{folder} was trained with the block {name!r}; give it as `block`")
-    config = GPTConfig.from_dict({key: value for key, value in entries.items() if key != "model_type"})
-    flat = {tuple(key.split(".")): jnp.asarray(value) for key, value in TensorFile(Path(folder, WEIGHTS_FILE)).items()}
+    return GPTConfig.from_dict({key: value for key, value in entries.items() if key != "model_type"}), block
+
+
+def load_model(
+    folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None
+) -> tuple[GPTConfig, Params, BlockType]:
+    """Reads the model of a run, or of a folder of GPT-2 weights.
+
+    Args:
+        folder: the run's.
+        block: the module of one layer, where it is not one of `BLOCKS`.
+        checkpoint: "latest", "best" or a step, to have its parameters; None is those the run ended with or, where it
+            has not ended yet, those of the latest checkpoint.
+
+    Raises:
+        FileNotFoundError: the folder, the config, or the weights are not there.
+        ValueError: the block is unknown or another one, or the parameters do not fit.
+    """
+    config, block = load_config(folder, block)
+    weights = Path(folder, WEIGHTS_FILE)
+    if checkpoint is not None or not weights.exists():
+        if not has_checkpoints(folder):
+            missing = f"no checkpoint {checkpoint}" if checkpoint is not None else f"no {weights} and no checkpoint yet"
+            raise FileNotFoundError(f"{folder} holds {missing}")
+        like = jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block))
+        with Checkpoints(Path(folder, FOLDER_NAME), read_only=True) as checkpoints:
+            return config, checkpoints.restore_params(like, "latest" if checkpoint is None else checkpoint), block
+    if json.loads(Path(folder, CONFIG_FILE).read_text("utf-8")).get("model_type") != "flax_gpt":
+        return *load_pretrained(folder), Block
+    flat = {tuple(key.split(".")): jnp.asarray(value) for key, value in TensorFile(weights).items()}
     expected = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block)))
     shapes = {key: leaf.shape for key, leaf in flat.items()}
     if wrong := {key for key, leaf in expected.items() if shapes.get(key) != leaf.shape} | (flat.keys() - expected):
@@ -131,7 +176,20 @@ def load_model(folder: str | Path, block: BlockType | None = None) -> tuple[GPTC
     return config, unflatten_dict(flat), block
 
 
-def load_run(folder: str | Path, block: BlockType | None = None) -> Run:
-    """Reads a finished run: see `load_model` and `load_tokenizer`, whose errors it raises."""
-    config, params, block = load_model(folder, block)
+def parse_checkpoint(text: str | None) -> Which | None:
+    """Reads the name of a checkpoint: "latest", "best" or a step.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text is None or text in ("latest", "best"):
+        return text  # type: ignore[return-value]
+    if not text.isdigit():
+        raise ValueError(f"a checkpoint is latest, best, or the number of a step; got {text!r}")
+    return int(text)
+
+
+def load_run(folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None) -> Run:
+    """Reads a run: see `load_model` and `load_tokenizer`, whose errors it raises."""
+    config, params, block = load_model(folder, block, checkpoint)
     return Run(config, params, block, load_tokenizer(folder))
