@@ -27,6 +27,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+# Whatever spreads work over devices does so in the tests.
+jax.config.update("jax_num_cpu_devices", 2)
+
 
 @pytest.fixture
 def x64():

@@ -26,9 +26,9 @@ from flax_gpt.model import Block, BlockType, block_name
 from flax_gpt.training.checkpoint import FOLDER_NAME, Checkpoints, has_checkpoints
 from flax_gpt.training.config import TrainConfig
 from flax_gpt.training.evaluate import evaluate
-from flax_gpt.training.metrics import METRICS_FILE, Line, MetricsFile
+from flax_gpt.training.metrics import METRICS_FILE, Line, MetricsFile, is_sound, means_of_steps
 from flax_gpt.training.optimizer import learning_rate_schedule, make_optimizer
-from flax_gpt.training.prefetch import training_batches
+from flax_gpt.training.prefetch import prefetch
 from flax_gpt.training.step import TrainState, init_state, make_train_step
 
 # What may differ between a checkpoint and the run that goes on from it: the course of training does not depend on it.
@@ -210,7 +210,11 @@ class _Run:
         if self.finished:
             return state
         step_function = make_train_step(self.config, self.optimizer, block=self.block, **train.step_options)
-        batches = training_batches(self.source, train.seed, train.batch_size, step, train.steps)
+        batches = prefetch(
+            lambda step: jax.device_put(self.source.training_batch(train.seed, step, train.batch_size)),
+            step,
+            train.steps,
+        )
         self.clock = time.perf_counter()
         with contextlib.closing(batches):
             for batch in batches:
@@ -294,18 +298,12 @@ class _Run:
         seconds = time.perf_counter() - self.clock
         values, train = self.pending, self.train
         skipped = int(values[-1]["skipped"])
-        sound = [v for v in values if np.isfinite(v["loss"]) and np.isfinite(v["grad_norm"])]
-        means = {}
-        if sound:
-            names = [name for name in sound[0] if "norm" in name]
-            means = {name: float(np.mean([v[name] for v in sound])) for name in ("loss", *names)}
-            means["train_loss"] = means.pop("loss")
         rate = len(values) * train.batch_size * self.source.t / seconds
         self.pending, self.fetched, self.clock = [], 0, time.perf_counter()
         self.emit(
             step,
             {
-                **means,
+                **means_of_steps(values),
                 "learning_rate": float(self.schedule(step - 1 - skipped)),
                 "skipped": skipped,
                 "tokens_per_second": rate,
@@ -313,7 +311,7 @@ class _Run:
             },
         )
         if skipped > train.max_skipped:
-            bad = next(index for index, v in enumerate(values) if v not in sound)
+            bad = next(index for index, of_step in enumerate(values) if not is_sound(of_step))
             at = step - len(values) + 1 + bad
             raise FloatingPointError(
                 f"{skipped} steps were skipped because their loss or gradient was not finite, more than "

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+import numpy as np
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -95,6 +98,21 @@ def read_metrics(folder: str | Path) -> list[Line]:
     if not lines:
         raise ValueError(f"{path} has no line of metrics yet")
     return lines
+
+
+def is_sound(of_step: Mapping[str, float]) -> bool:
+    """Whether a step, by its metrics, was not skipped."""
+    return math.isfinite(of_step["loss"]) and math.isfinite(of_step["grad_norm"])
+
+
+def means_of_steps(values: Sequence[Mapping[str, float]]) -> Line:
+    """The means over several steps of loss (as train_loss) and norms, steps that were skipped left out."""
+    sound = [of_step for of_step in values if is_sound(of_step)]
+    if not sound:
+        return {}
+    norms = [name for name in sound[0] if "norm" in name]
+    means = {name: float(np.mean([of_step[name] for of_step in sound])) for name in ("loss", *norms)}
+    return {"train_loss": means.pop("loss"), **means}
 
 
 def _lock(file: IO[str]) -> None:

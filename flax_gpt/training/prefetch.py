@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import jax
-
-from flax_gpt.data.source import Batch, Source
+from flax_gpt.data.source import Batch
 
 
-def training_batches(
-    source: Source, seed: int, batch_size: int, first: int, last: int, ahead: int = 2
-) -> Generator[Batch, None, None]:
-    """`source.training_batch(seed, step, batch_size)` for steps from `first` to `last` - 1, on the device.
+def prefetch(make: Callable[[int], Batch], first: int, last: int, ahead: int = 2) -> Generator[Batch, None, None]:
+    """`make(step)` for steps from `first` to `last` - 1; a thread of its own makes the next `ahead` of them meanwhile.
 
-    A thread of its own makes the next `ahead` of them meanwhile; an error there is raised at the step it belongs to.
+    An error in it is raised at the step it belongs to. Close the generator to end the thread.
     """
-
-    def make(step: int) -> Batch:
-        return jax.device_put(source.training_batch(seed, step, batch_size))
-
     pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
     try:
         waiting: deque[Future[Batch]] = deque()
