@@ -14,15 +14,17 @@ data scripts write it (train.bin and val.bin, uint16) is read as it is.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from flax_gpt.data.bpe import VOCAB_SIZE, GPT2Tokenizer
 from flax_gpt.data.shuffle import round_keys, shuffled
@@ -46,35 +48,35 @@ class TokenStream:
     """
 
     files: tuple[Path, ...]
-    shards: tuple[Int[np.ndarray, " _"], ...]
+    shards: tuple[Integer[np.ndarray, " _"], ...]
     ends: tuple[Int[np.ndarray, " _"], ...] | None
 
     @functools.cached_property
-    def offsets(self) -> Int[np.ndarray, " shards"]:
+    def offsets(self) -> tuple[int, ...]:
         """Where each shard begins, and after them the number of all tokens."""
-        return np.cumsum([0, *(len(shard) for shard in self.shards)])
+        return (0, *itertools.accumulate(len(shard) for shard in self.shards))
 
     def __len__(self) -> int:
-        return int(self.offsets[-1])
+        return self.offsets[-1]
 
-    def read(self, starts: Int[np.ndarray, " b"], length: int) -> Int[np.ndarray, "b length"]:
+    def read(self, starts: Sequence[int], length: int) -> Int[np.ndarray, "b length"]:
         """The ids from each start on, int32."""
         ids = np.empty((len(starts), length), np.int32)
-        for row, start in zip(ids, starts.tolist(), strict=True):
+        for row, start in zip(ids, starts, strict=True):
             for shard, first, last, at in self._pieces(start, length):
                 row[at : at + last - first] = self.shards[shard][first:last]
         return ids
 
-    def segments(self, starts: Int[np.ndarray, " b"], length: int) -> Int[np.ndarray, "b length"]:
+    def segments(self, starts: Sequence[int], length: int) -> Int[np.ndarray, "b length"]:
         """Which document, counted from 0 in each row, the tokens from each start on belong to, int32."""
         if self.ends is None:
             raise ValueError(f"nobody knows where the documents in {self.files[0].parent} end")
         first_tokens = np.zeros((len(starts), length), np.int32)
-        for row, start in zip(first_tokens, starts.tolist(), strict=True):
+        for row, start in zip(first_tokens, starts, strict=True):
             for shard, first, last, at in self._pieces(start, length):
                 ends = self.ends[shard]
-                low, high = np.searchsorted(ends, [first, last], side="right")
-                following = ends[low:high] - first + at  # an end is the place of the next document's first token
+                # An end is the place of the next document's first token.
+                following = ends[ends.searchsorted(first, "right") : ends.searchsorted(last, "right")] - first + at
                 row[following[following < length]] = 1
         return np.cumsum(first_tokens, axis=1, dtype=np.int32)
 
@@ -89,15 +91,15 @@ class TokenStream:
 
     def place(self, position: int) -> tuple[Path, int]:
         """The file that a token of the stream is in, and its place there."""
-        shard = int(np.searchsorted(self.offsets, position, side="right")) - 1
-        return self.files[shard], position - int(self.offsets[shard])
+        shard = bisect.bisect_right(self.offsets, position) - 1
+        return self.files[shard], position - self.offsets[shard]
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard, first, last + 1, place in the row) of what makes up a row: one piece, or more where shards meet."""
-        shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        shard = bisect.bisect_right(self.offsets, start) - 1
         at = 0
         while at < length:
-            first = start + at - int(self.offsets[shard])
+            first = start + at - self.offsets[shard]
             last = min(first + length - at, len(self.shards[shard]))
             yield shard, first, last, at
             at += last - first
@@ -158,7 +160,7 @@ class ShardedCorpus:
                     "`flax-gpt data` writes folders that do"
                 )
 
-    @property
+    @functools.cached_property
     def windows(self) -> int:
         """How many windows an epoch has.
 
@@ -178,13 +180,11 @@ class ShardedCorpus:
                 f"a corpus shorter than one batch: the training part in {self.train.files[0].parent} has "
                 f"{len(self.train)} tokens, {self.windows} windows of {self.t}, and a batch has {batch_size}"
             )
-        turns = step * batch_size + self._own_rows(batch_size)
-        starts = np.empty(len(turns), np.int64)
-        for epoch in range(int(turns[0]) // self.windows, int(turns[-1]) // self.windows + 1):
-            mine = turns // self.windows == epoch
-            slack = len(self.train) - 1 - self.windows * self.t
-            offset, keys = _epoch(seed, epoch, slack)
-            starts[mine] = offset + self.t * shuffled(turns[mine] % self.windows, self.windows, keys)
+        starts = []
+        for row in self._own_rows(batch_size):
+            epoch, turn = divmod(step * batch_size + row, self.windows)
+            offset, keys = _epoch(seed, epoch, len(self.train) - 1 - self.windows * self.t)
+            starts.append(offset + self.t * shuffled(turn, self.windows, keys))
         return self._batch(self.train, starts)
 
     def validation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -195,31 +195,31 @@ class ShardedCorpus:
             limit: at most so many batches, their windows evenly spread over the part; None is all of it.
         """
         n = (len(self.validation) - 1) // self.t
-        windows = np.arange(n)
+        windows: Sequence[int] = range(n)
         if limit is not None and limit * batch_size < n:
-            windows = np.linspace(0, n - 1, limit * batch_size).astype(np.int64)
+            windows = np.linspace(0, n - 1, limit * batch_size).astype(np.int64).tolist()
         for first in range(0, len(windows), batch_size):
-            mine = first + self._own_rows(batch_size)
-            real = mine < len(windows)
-            batch = self._batch(self.validation, self.t * windows[np.where(real, mine, 0)])
-            batch.scored[~real] = False
+            mine = [first + row for row in self._own_rows(batch_size)]
+            batch = self._batch(self.validation, [self.t * windows[i] if i < len(windows) else 0 for i in mine])
+            batch.scored[np.array(mine) >= len(windows)] = False
             yield batch
 
-    def _own_rows(self, batch_size: int) -> Int[np.ndarray, " b"]:
+    def _own_rows(self, batch_size: int) -> range:
         if batch_size < 1 or batch_size % self.process_count:
             raise ValueError(
                 f"batch_size must be a positive multiple of the number of processes, {self.process_count}; "
                 f"got {batch_size}"
             )
         each = batch_size // self.process_count
-        return self.process_index * each + np.arange(each)
+        return range(self.process_index * each, (self.process_index + 1) * each)
 
-    def _batch(self, part: TokenStream, starts: Int[np.ndarray, " b"]) -> Batch:
+    def _batch(self, part: TokenStream, starts: Sequence[int]) -> Batch:
         ids = part.read(starts, self.t + 1)
-        if ids.max() >= self.vocab_size or ids.min() < 0:
-            row, column = np.argwhere((ids >= self.vocab_size) | (ids < 0))[0]
-            file, place = part.place(int(starts[row] + column))
-            raise ValueError(_outside(file, place, int(ids[row, column]), self.vocab_size))
+        unsigned = ids.view(np.uint32)  # as the file has them
+        if unsigned.max() >= self.vocab_size:
+            row, column = np.argwhere(unsigned >= self.vocab_size)[0]
+            file, place = part.place(starts[row] + int(column))
+            raise ValueError(_outside(file, place, int(unsigned[row, column]), self.vocab_size))
         if not self.packed:
             return Batch(ids[:, :-1], ids[:, 1:], np.ones((len(ids), self.t), bool))
         segments = part.segments(starts, self.t + 1)
@@ -374,7 +374,7 @@ def _outside(file: Path, place: int, found: int, vocab_size: int, largest: int |
 
 
 @functools.lru_cache(maxsize=8)
-def _epoch(seed: int, epoch: int, slack: int) -> tuple[int, np.ndarray]:
+def _epoch(seed: int, epoch: int, slack: int) -> tuple[int, tuple[int, ...]]:
     """Where an epoch's first window begins, up to `slack`, and the keys of its order."""
     offset = np.random.default_rng((seed, epoch, 0)).integers(slack + 1)
     return int(offset), round_keys(seed, epoch, 1)
