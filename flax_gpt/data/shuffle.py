@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Four make a long order look random (Luby and Rackoff 1988); with six, one of 30 numbers does too: which pairs come first
-# is uniform over 4000 seeds (chi-square), where four are 16 standard deviations off.
+# Four make a long order look random (Luby and Rackoff 1988). With six, one of 30 numbers does too: which pair comes
+# first is uniform over 4000 seeds, where with four its chi-square is 16 standard deviations off.
 ROUNDS = 6
 
 
