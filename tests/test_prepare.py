@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -133,10 +134,9 @@ def test_groups_are_the_same_from_any_of_them_on(text_file, lines_file, small_pi
         assert len(groups) > 100
         for index, group in enumerate(groups):
             assert group.pieces
-            if index % 7 == 0:
-                assert (
-                    list(read_groups(spans, group.after, 0.1, cut_anywhere=cut_anywhere))[:3] == groups[index + 1 :][:3]
-                )
+            if index % 17 == 0:
+                following = read_groups(spans, group.after, 0.1, cut_anywhere=cut_anywhere)
+                assert list(itertools.islice(following, 3)) == groups[index + 1 : index + 4]
         text = "".join(piece.text for group in groups for piece in group.pieces)
         assert text == TEXT + TEXT.replace("\n", "") + TEXT
         sizes = [piece.size for group in groups for piece in group.pieces]
@@ -162,49 +162,56 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path, text_file, lines
         if len(reads) % 13 == 0:
             raise KeyboardInterrupt
 
+    def attempt():
+        prepare(
+            [tmp_path / name], tmp_path / "out", tokenizer, shard_tokens=2500, workers=1 + len(reads) % 3, report=stop
+        )
+
     for _ in range(100):
         try:
-            prepare(
-                [tmp_path / name],
-                tmp_path / "out",
-                tokenizer,
-                shard_tokens=2500,
-                workers=1 + len(reads) % 3,
-                report=stop,
-            )
+            attempt()
             break
         except KeyboardInterrupt:
             assert not (tmp_path / "out" / "shards.json").exists()
             assert data.is_shards_folder(tmp_path / "out")
-    assert sum(b <= a for a, b in zip(reads, reads[1:], strict=False)) > 3  # it went back to what was recorded, often,
-    assert reads.count(min(reads)) == 1  # but never to the start
+    assert sum(after <= before for before, after in itertools.pairwise(reads)) > 1  # it went back, but not to the start
+    assert reads.count(min(reads)) == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not any(name.endswith((".part", ".lock")) for name in contents(tmp_path / "out"))
 
 
-def test_a_run_that_dies_at_any_write_of_its_record_goes_on(tmp_path, text_file, small_pieces, monkeypatch):
-    prepare([text_file], tmp_path / "whole", data.ByteTokenizer(), shard_tokens=6000)
-    replace, calls = os.replace, []
+@pytest.mark.parametrize("done", [False, True])
+def test_a_run_that_dies_just_before_or_after_a_file_gets_its_name_goes_on(tmp_path, monkeypatch, done):
+    """At each file in turn."""
+    monkeypatch.setattr(documents, "PIECE", 300)
+    monkeypatch.setattr(shard_writer, "RECORD_EVERY", 700)
+    text_file = tmp_path / "text.txt"
+    text_file.write_text(TEXT[:3000])
+    prepare([text_file], tmp_path / "whole", data.ByteTokenizer(), shard_tokens=1500)
+    replace = os.replace
+    for fatal in itertools.count():
+        calls, out = [], tmp_path / f"out{fatal}"
 
-    def dying(source, target):
-        calls.append(target)
-        if len(calls) % 2 == 0:
-            if len(calls) % 4 == 0:
+        def dying(source, target, calls=calls, fatal=fatal):
+            calls.append(target)
+            if done or len(calls) <= fatal:
                 replace(source, target)
-            raise RuntimeError("dead")
-        replace(source, target)
+            if len(calls) > fatal:
+                raise RuntimeError("dead")
 
-    monkeypatch.setattr(os, "replace", dying)
-    for _ in range(200):
+        monkeypatch.setattr(os, "replace", dying)
         try:
-            prepare([text_file], tmp_path / "out", data.ByteTokenizer(), shard_tokens=6000)
+            prepare([text_file], out, data.ByteTokenizer(), shard_tokens=1500)
             break
-        except (RuntimeError, FileExistsError):
-            if (tmp_path / "out" / "shards.json").exists():
-                break
-    written = contents(tmp_path / "out")
-    whole = contents(tmp_path / "whole")
-    assert {name: written[name] for name in whole} == whole
+        except RuntimeError:
+            monkeypatch.setattr(os, "replace", replace)
+        if calls[-1].name == "shards.json" and done:
+            assert contents(out).items() >= contents(tmp_path / "whole").items()
+            data.open_shards(out, 13)
+        else:
+            prepare([text_file], out, data.ByteTokenizer(), shard_tokens=1500)
+            assert contents(out) == contents(tmp_path / "whole")
+    assert fatal > 10
 
 
 def test_another_job_is_refused_and_what_differs_is_said(tmp_path, text_file, lines_file, small_pieces):
@@ -314,7 +321,8 @@ def test_bad_lines_are_named_and_mended_files_are_taken(tmp_path, content, messa
         prepare([file], tmp_path / "out")
     file.write_text('{"text": "mended"}\n{"text": "and two"}\n')
     prepare([file], tmp_path / "out")
-    assert documents_of(data.open_shards(tmp_path / "out", 5).validation) == [[4, 3, 7, 3, 2, 3]] or True
+    corpus = data.open_shards(tmp_path / "out", 5)
+    assert corpus.tokenizer.decode(documents_of(corpus.train)[0]) == "and two"
 
 
 def test_texts_that_are_not_utf8_are_named_with_the_place(tmp_path, small_pieces):
@@ -337,8 +345,6 @@ def test_wrong_calls_are_refused_before_anything_is_written(tmp_path, text_file)
     with pytest.raises(FileNotFoundError, match="no such file or folder: .*nowhere"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(TypeError, match="only byte, char, id and GPT-2 tokenizers can be saved"):
-        prepare([text_file], tmp_path / "out", object())
 
 
 def test_a_file_that_shrinks_is_noticed(tmp_path, text_file, small_pieces):

@@ -185,7 +185,8 @@ def _refuse_foreign(folder: Path) -> None:
         raise FileExistsError(f"{folder} already holds a finished corpus; give another folder, or move it away")
     if not folder.is_dir() or (folder / JOB_FILE).exists():
         return
-    if strangers := sorted(path.name for path in folder.iterdir() if path.name != LOCK_FILE):
+    own = {LOCK_FILE, f"{JOB_FILE}.part"}  # of a process that died before it could say what it was about to do
+    if strangers := sorted({path.name for path in folder.iterdir()} - own):
         raise FileExistsError(f"{folder} is not empty: it holds {strangers[0]}; give another folder")
 
 

@@ -181,7 +181,7 @@ class ShardedCorpus:
                 f"{len(self.train)} tokens, {self.windows} windows of {self.t}, and a batch has {batch_size}"
             )
         starts = []
-        for row in self._own_rows(batch_size):
+        for row in own_rows(batch_size, self.process_index, self.process_count):
             epoch, turn = divmod(step * batch_size + row, self.windows)
             offset, keys = _epoch(seed, epoch, len(self.train) - 1 - self.windows * self.t)
             starts.append(offset + self.t * shuffled(turn, self.windows, keys))
@@ -199,19 +199,10 @@ class ShardedCorpus:
         if limit is not None and limit * batch_size < n:
             windows = np.linspace(0, n - 1, limit * batch_size).astype(np.int64).tolist()
         for first in range(0, len(windows), batch_size):
-            mine = [first + row for row in self._own_rows(batch_size)]
+            mine = [first + row for row in own_rows(batch_size, self.process_index, self.process_count)]
             batch = self._batch(self.validation, [self.t * windows[i] if i < len(windows) else 0 for i in mine])
             batch.scored[np.array(mine) >= len(windows)] = False
             yield batch
-
-    def _own_rows(self, batch_size: int) -> range:
-        if batch_size < 1 or batch_size % self.process_count:
-            raise ValueError(
-                f"batch_size must be a positive multiple of the number of processes, {self.process_count}; "
-                f"got {batch_size}"
-            )
-        each = batch_size // self.process_count
-        return range(self.process_index * each, (self.process_index + 1) * each)
 
     def _batch(self, part: TokenStream, starts: Sequence[int]) -> Batch:
         ids = part.read(starts, self.t + 1)
@@ -224,6 +215,20 @@ class ShardedCorpus:
             return Batch(ids[:, :-1], ids[:, 1:], np.ones((len(ids), self.t), bool))
         segments = part.segments(starts, self.t + 1)
         return Batch(ids[:, :-1], ids[:, 1:], segments[:, 1:] == segments[:, :-1], segments[:, :-1])
+
+
+def own_rows(batch_size: int, process_index: int, process_count: int) -> range:
+    """Which rows of a batch are a process's own: as many as every other's, side by side.
+
+    Raises:
+        ValueError: the rows cannot be dealt out evenly.
+    """
+    if batch_size < 1 or batch_size % process_count:
+        raise ValueError(
+            f"batch_size must be a positive multiple of the number of processes, {process_count}; got {batch_size}"
+        )
+    each = batch_size // process_count
+    return range(process_index * each, (process_index + 1) * each)
 
 
 def is_shards_folder(path: str | Path) -> bool:
