@@ -64,8 +64,10 @@ def main(arguments: Sequence[str]) -> int:
         disable=not console.is_terminal,
     )
     start = time.perf_counter()
+    reads: list[int] = []
 
     def report(read: int, total: int) -> None:
+        reads.append(read)
         progress.update(bar, completed=read, total=total)
 
     with progress:
@@ -85,12 +87,14 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print(f"\nthe same command goes on with what is in {args.out}", file=sys.stderr)
             raise
-    print(describe(written, args.out, time.perf_counter() - start))
+    # A run that goes on after a crash reads the rest alone.
+    rate = (reads[-1] - reads[0]) / (time.perf_counter() - start) if reads else 0.0
+    print(describe(written, args.out, rate))
     return 0
 
 
-def describe(written: dict[str, Any], folder: Path, seconds: float) -> str:
-    """What was written, a line a part."""
+def describe(written: dict[str, Any], folder: Path, rate: float) -> str:
+    """What was written, a line a part; `rate` is in bytes a second."""
     lines = []
     for split, shards in written["splits"].items():
         tokens, documents, characters, size = (
@@ -101,6 +105,6 @@ def describe(written: dict[str, Any], folder: Path, seconds: float) -> str:
             f"{size / tokens:.3f} bytes per token, {len(shards)} shards"
         )
     size = sum(shard["bytes"] for shards in written["splits"].values() for shard in shards)
-    lines.append(f"{size / 1e6:,.1f} MB of text in {seconds:.1f} s, a vocabulary of {written['vocab_size']:,}")
+    lines.append(f"{size / 1e6:,.1f} MB of text, {rate / 1e6:,.1f} MB a second, a vocabulary of {written['vocab_size']:,}")
     lines.append(f"\ntrain on it  flax-gpt train --data {folder}")
     return "\n".join(lines)

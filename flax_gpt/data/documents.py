@@ -157,7 +157,7 @@ def _read_lines(span: Span, offset: int, line: int, field: str) -> Iterator[tupl
                 yield "", offset, True
                 continue
             try:
-                text = json.loads(content)[field]
+                text = json.loads(content.decode("utf-8"))[field]
                 if not isinstance(text, str):
                     raise TypeError
             except (ValueError, TypeError, KeyError, IndexError) as error:

@@ -229,8 +229,8 @@ def _alphabet(folder: Path, spans: Sequence[Span], validation_fraction: float, f
         return load_tokenizer(folder)
     seen = np.zeros(0x110000, bool)
     for group in read_groups(spans, Position(), validation_fraction, field, cut_anywhere=True):
-        for piece in group.pieces:
-            seen[np.frombuffer(piece.text.encode("utf-32-le"), np.uint32)] = True
+        text = "".join(piece.text for piece in group.pieces)
+        seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
     if not seen.any():
         raise ValueError(f"there is no text in {spans[0].path}" + (" and the other files" if len(spans) > 1 else ""))
     return CharTokenizer("".join(map(chr, np.flatnonzero(seen).tolist())))

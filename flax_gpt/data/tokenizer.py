@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,12 +85,8 @@ class CharTokenizer:
         Raises:
             ValueError: the text has characters outside the alphabet; the message shows them.
         """
-        # A table from code point to id turns a text of millions of characters at the speed of an array look-up.
         points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
-        alphabet = np.frombuffer(self.chars.encode("utf-32-le", errors="surrogatepass"), np.uint32)
-        table = np.full(max(points.max(initial=0), alphabet.max()) + 1, -1, np.int32)
-        table[alphabet] = np.arange(len(alphabet))
-        ids = table[points]
+        ids = _ids_of_points(self.chars).take(points, mode="clip")
         if (ids < 0).any():
             unknown = "".join(sorted(set(text) - set(self.chars)))
             raise ValueError(f"characters outside the model's alphabet of {len(self.chars)}: {unknown[:20]!r}")
@@ -98,6 +95,18 @@ class CharTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids."""
         return "".join(self.chars[i] for i in check_ids(ids, self.vocab_size))
+
+
+@functools.lru_cache(maxsize=8)
+def _ids_of_points(chars: str) -> Int[np.ndarray, " points"]:
+    """The id of every code point, -1 where it has none; the last entry stands for all above the alphabet's.
+
+    Looking them up turns a text of millions of characters at the speed of an array.
+    """
+    alphabet = np.frombuffer(chars.encode("utf-32-le", errors="surrogatepass"), np.uint32)
+    table = np.full(int(alphabet.max()) + 2, -1, np.int32)
+    table[alphabet] = np.arange(len(alphabet))
+    return table
 
 
 @dataclasses.dataclass(frozen=True)
