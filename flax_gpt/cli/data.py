@@ -105,6 +105,7 @@ def describe(written: dict[str, Any], folder: Path, rate: float) -> str:
             f"{size / tokens:.3f} bytes per token, {len(shards)} shards"
         )
     size = sum(shard["bytes"] for shards in written["splits"].values() for shard in shards)
-    lines.append(f"{size / 1e6:,.1f} MB of text, {rate / 1e6:,.1f} MB a second, a vocabulary of {written['vocab_size']:,}")
+    text = f"{size / 1e6:,.1f} MB of text, {rate / 1e6:,.1f} MB a second"
+    lines.append(f"{text}, a vocabulary of {written['vocab_size']:,}")
     lines.append(f"\ntrain on it  flax-gpt train --data {folder}")
     return "\n".join(lines)

@@ -180,11 +180,14 @@ class ShardedCorpus:
                 f"a corpus shorter than one batch: the training part in {self.train.files[0].parent} has "
                 f"{len(self.train)} tokens, {self.windows} windows of {self.t}, and a batch has {batch_size}"
             )
-        starts = []
-        for row in own_rows(batch_size, self.process_index, self.process_count):
-            epoch, turn = divmod(step * batch_size + row, self.windows)
+        rows = own_rows(batch_size, self.process_index, self.process_count)
+        first, last = (step * batch_size + row for row in (rows[0], rows[-1]))
+        starts: list[int] = []
+        for epoch in range(first // self.windows, last // self.windows + 1):
+            begin = epoch * self.windows
+            turns = np.arange(max(first - begin, 0), min(last - begin + 1, self.windows))
             offset, keys = _epoch(seed, epoch, len(self.train) - 1 - self.windows * self.t)
-            starts.append(offset + self.t * shuffled(turn, self.windows, keys))
+            starts += (offset + self.t * shuffled(turns, self.windows, keys)).tolist()
         return self._batch(self.train, starts)
 
     def validation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -379,7 +382,7 @@ def _outside(file: Path, place: int, found: int, vocab_size: int, largest: int |
 
 
 @functools.lru_cache(maxsize=8)
-def _epoch(seed: int, epoch: int, slack: int) -> tuple[int, tuple[int, ...]]:
+def _epoch(seed: int, epoch: int, slack: int) -> tuple[int, tuple[np.uint64, ...]]:
     """Where an epoch's first window begins, up to `slack`, and the keys of its order."""
     offset = np.random.default_rng((seed, epoch, 0)).integers(slack + 1)
     return int(offset), round_keys(seed, epoch, 1)
