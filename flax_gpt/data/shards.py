@@ -63,8 +63,12 @@ class TokenStream:
         """The ids from each start on, int32."""
         ids = np.empty((len(starts), length), np.int32)
         for row, start in zip(ids, starts, strict=True):
-            for shard, first, last, at in self._pieces(start, length):
-                row[at : at + last - first] = self.shards[shard][first:last]
+            shard = bisect.bisect_right(self.offsets, start) - 1
+            first = start - self.offsets[shard]
+            piece = self.shards[shard][first : first + length]
+            row[: len(piece)] = piece
+            if len(piece) < length:  # it goes on in the next shard
+                row[len(piece) :] = self.read([start + len(piece)], length - len(piece))[0]
         return ids
 
     def segments(self, starts: Sequence[int], length: int) -> Int[np.ndarray, "b length"]:
@@ -73,11 +77,15 @@ class TokenStream:
             raise ValueError(f"nobody knows where the documents in {self.files[0].parent} end")
         first_tokens = np.zeros((len(starts), length), np.int32)
         for row, start in zip(first_tokens, starts, strict=True):
-            for shard, first, last, at in self._pieces(start, length):
-                ends = self.ends[shard]
-                # An end is the place of the next document's first token.
-                following = ends[ends.searchsorted(first, "right") : ends.searchsorted(last, "right")] - first + at
-                row[following[following < length]] = 1
+            at, shard = 0, bisect.bisect_right(self.offsets, start) - 1
+            while at < length:
+                # An end is the place of the next document's first token, be it the next shard's first.
+                first, ends = start + at - self.offsets[shard], self.ends[shard]
+                last = first + length - at
+                following = ends[ends.searchsorted(first, "right") : ends.searchsorted(last, "left")]
+                row[following - (first - at)] = 1
+                shard += 1
+                at = self.offsets[shard] - start
         return np.cumsum(first_tokens, axis=1, dtype=np.int32)
 
     def check(self, vocab_size: int) -> None:
@@ -93,17 +101,6 @@ class TokenStream:
         """The file that a token of the stream is in, and its place there."""
         shard = bisect.bisect_right(self.offsets, position) - 1
         return self.files[shard], position - self.offsets[shard]
-
-    def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, first, last + 1, place in the row) of what makes up a row: one piece, or more where shards meet."""
-        shard = bisect.bisect_right(self.offsets, start) - 1
-        at = 0
-        while at < length:
-            first = start + at - self.offsets[shard]
-            last = min(first + length - at, len(self.shards[shard]))
-            yield shard, first, last, at
-            at += last - first
-            shard += 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
