@@ -29,6 +29,7 @@ def make_source(ends=None, **changes):
 def test_windows_lie_side_by_side():
     windows = ShardWindows(stream(0, 160), T)
     assert len(windows) == 12
+    assert [len(ShardWindows(stream(0, n), T)) for n in (156, 157)] == [11, 12]
     assert set(windows[3]) == {"ids"}
     np.testing.assert_array_equal(windows[3]["ids"], np.arange(39, 53))
     assert windows[3]["ids"].dtype == np.int32

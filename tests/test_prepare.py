@@ -110,6 +110,20 @@ def test_lines_and_files_are_documents_in_order(tmp_path, lines_file, small_piec
     assert len(corpus.train.shards) > 3
 
 
+def test_a_long_file_among_others_stays_in_one_part(tmp_path, small_pieces):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    texts = [TEXT[2000 * i : 2000 * i + 1500] for i in range(7)]
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
+    prepare([folder], tmp_path / "out", data.ByteTokenizer(), validation_fraction=0.25)
+    corpus = data.open_shards(tmp_path / "out", 13)
+    parts = {"train": documents_of(corpus.train), "validation": documents_of(corpus.validation)}
+    for split, written in parts.items():
+        assert [bytes(d).decode() for d in written] == [t for i, t in enumerate(texts) if split_of(i, 0.25) == split]
+    assert len(parts["validation"]) == 2
+
+
 def test_of_every_block_of_documents_one_is_to_validate_with_and_the_first_is():
     for fraction, every in ((0.1, 10), (0.5, 2), (0.01, 100)):
         places = [i for i in range(50 * every) if split_of(i, fraction) == "validation"]
