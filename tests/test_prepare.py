@@ -113,7 +113,7 @@ def test_lines_and_files_are_documents_in_order(tmp_path, lines_file, small_piec
 def test_a_long_file_among_others_stays_in_one_part(tmp_path, small_pieces):
     folder = tmp_path / "folder"
     folder.mkdir()
-    texts = [TEXT[2000 * i : 2000 * i + 1500] for i in range(7)]
+    texts = [TEXT[1500 * i : 1500 * i + 1400] for i in range(8)]
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
     prepare([folder], tmp_path / "out", data.ByteTokenizer(), validation_fraction=0.25)
