@@ -377,7 +377,7 @@ def test_the_command_writes_shards_and_says_what(tmp_path, text_file, kind, caps
     assert f"{len(corpus.train):,} tokens, 1 documents" in said
     assert f"{corpus.characters_per_token:.3f} characters and {corpus.bytes_per_token:.3f} bytes per token" in said
     assert f"flax-gpt train --data {out}" in said
-    assert main(["data", str(text_file), "--out", str(out)]) == 1
+    assert main(["data", str(text_file), "--out", str(out), "--tokenizer", kind]) == 1
     assert "already holds a finished corpus" in capsys.readouterr().err
 
 
@@ -389,6 +389,13 @@ def test_the_command_takes_merges_from_a_file(tmp_path, text_file, capsys):
     assert data.load_tokenizer(tmp_path / "out") == data.GPT2Tokenizer()
     assert main(["data", str(text_file), "--out", str(tmp_path / "o2"), "--tokenizer", "byte", *merges]) == 1
     assert "--merges is for --tokenizer gpt2, got --tokenizer byte" in capsys.readouterr().err
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["data", "--help"])
+    assert caught.value.code == 0
+    assert "--validation-fraction" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, text_file, capsys, monkeypatch):
