@@ -358,6 +358,9 @@ def test_wrong_calls_are_refused_before_anything_is_written(tmp_path, text_file)
         prepare([], tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no such file or folder: .*nowhere"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
+    for within in (tmp_path, tmp_path / "out"):
+        with pytest.raises(ValueError, match="lies within an input; give a folder outside of what is read"):
+            prepare([tmp_path], within)
     assert not (tmp_path / "out").exists()
 
 

@@ -197,12 +197,21 @@ def test_damaged_folders_are_refused(folder, tmp_path):
         data.open_shards(folder, 13)
 
 
+@pytest.mark.parametrize("ends", [[0, 20], [7, 7], [9, 7], [7, 21]])
+def test_ends_of_documents_that_are_out_of_order_are_refused(tmp_path, ends):
+    part = [(range(20), [7, 20])]
+    data.open_shards(write_folder(tmp_path / "good", part, part), 13)
+    with pytest.raises(ValueError, match="validation-00000.idx does not hold where documents end, in order"):
+        data.open_shards(write_folder(tmp_path / "bad", part, [(range(20), ends)]), 13)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": 2}, "its format is 2, this version of flax_gpt reads format 1"),
         ({"dtype": "float32"}, "is not what `flax-gpt data` writes: KeyError 'float32'"),
-        ({"splits": {"train": []}}, "is not what `flax-gpt data` writes: KeyError 'validation'"),
+        ({"splits": {"train": []}}, "shards.json: a part has no shards"),
+        ({"splits": {}}, "is not what `flax-gpt data` writes: KeyError 'train'"),
         ({"vocab_size": 1008}, "is of a vocabulary of 1008, the tokenizer beside it has 1009 ids"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_gpt.data.corpus import list_files
 
-PIECE = 1 << 20  # bytes to read, and to encode, at a time
+PIECE = 1 << 19  # bytes to read, and to encode, at a time
 _WHITE_SPACE = " \n\t\r"
 
 

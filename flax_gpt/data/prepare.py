@@ -64,7 +64,7 @@ def prepare(
         validation_fraction: above 0, at most 0.5.
         field: of the objects in .jsonl files, the one with the text.
         shard_tokens: a shard is closed when it has so many.
-        workers: threads; None is one a processor.
+        workers: threads; None is one a processor, at most 16.
         report: called with the bytes of text read so far and those there are.
 
     Returns:
@@ -86,6 +86,9 @@ def prepare(
     spans = list_spans([Path(path) for path in inputs], [Path(path) for path in validation], validation_fraction)
     if not spans:
         raise ValueError("nothing to prepare: no input is given")
+    around = [folder.resolve(), *folder.resolve().parents]
+    if any(Path(path).is_dir() and Path(path).resolve() in around for path in (*inputs, *validation)):
+        raise ValueError(f"{folder} lies within an input; give a folder outside of what is read")
     _refuse_foreign(folder)
     options = {"validation_fraction": validation_fraction, "field": field, "shard_tokens": shard_tokens}
     described = {"kind": "char"} if tokenizer is None else describe_tokenizer(tokenizer)
@@ -237,4 +240,6 @@ def _alphabet(folder: Path, spans: Sequence[Span], validation_fraction: float, f
 
 
 def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use, at most 16: each costs some memory, and one thread does all the reading."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 16)

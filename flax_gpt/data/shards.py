@@ -89,13 +89,21 @@ class TokenStream:
         return np.cumsum(first_tokens, axis=1, dtype=np.int32)
 
     def check(self, vocab_size: int) -> None:
-        """Raises ValueError, naming file and place, where an id is outside the vocabulary. Reads everything."""
+        """Reads everything.
+
+        Raises:
+            ValueError: an id is outside the vocabulary, or the ends of documents are not in order; the message names
+                the file and the place.
+        """
         for file, shard in zip(self.files, self.shards, strict=True):
             if vocab_size <= np.iinfo(shard.dtype).max and (found := _largest(shard)) >= vocab_size:
                 place = next(
                     at + int(np.argmax(part >= vocab_size)) for at, part in _parts(shard) if part.max() >= vocab_size
                 )
                 raise ValueError(_outside(file, place, int(shard[place]), vocab_size, found))
+        for file, shard, ends in zip(self.files, self.shards, self.ends or (), strict=False):
+            if len(ends) and (ends[0] < 1 or ends[-1] > len(shard) or (ends[1:] <= ends[:-1]).any()):
+                raise ValueError(f"{file.with_suffix('.idx')} does not hold where documents end, in order")
 
     def place(self, position: int) -> tuple[Path, int]:
         """The file that a token of the stream is in, and its place there."""
@@ -324,6 +332,8 @@ def _open_prepared(folder: Path) -> tuple[dict[str, TokenStream], dict[str, floa
 
 
 def _open_part(folder: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> TokenStream:
+    if not shards:
+        raise ValueError("a part has no shards")
     files = tuple(folder / f"{shard['name']}.bin" for shard in shards)
     ids = [_map(file, dtype, shard["tokens"]) for file, shard in zip(files, shards, strict=True)]
     ends = [_map(folder / f"{shard['name']}.idx", np.dtype("<i8"), shard["documents"]) for shard in shards]
