@@ -39,7 +39,7 @@ class Args:
     shard_tokens: int = 100_000_000
     """Tokens in a file."""
     workers: int | None = None
-    """Threads; by default one a processor, at most 16."""
+    """Threads; by default one a processor, at most 8."""
     quiet: bool = False
     """Show no progress."""
 

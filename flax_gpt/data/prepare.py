@@ -64,7 +64,7 @@ def prepare(
         validation_fraction: above 0, at most 0.5.
         field: of the objects in .jsonl files, the one with the text.
         shard_tokens: a shard is closed when it has so many.
-        workers: threads; None is one a processor, at most 16.
+        workers: threads; None is one a processor, at most 8.
         report: called with the bytes of text read so far and those there are.
 
     Returns:
@@ -240,6 +240,6 @@ def _alphabet(folder: Path, spans: Sequence[Span], validation_fraction: float, f
 
 
 def _usable_cores() -> int:
-    """Processors that this process may use, at most 16: each costs some memory, and one thread does all the reading."""
+    """Processors that this process may use, at most 8: with tiktoken each takes about 10 MB more."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 16)
+    return min(cores, 8)
