@@ -178,6 +178,26 @@ def test_training_starts_from_another_run_with_its_sizes_and_tokenizer(tmp_path,
     assert "n_positions=16, fewer than 32" in capsys.readouterr().err
 
 
+def test_training_on_token_shards_and_on_nanogpts_files(tmp_path, text, capsys):
+    assert main(["data", str(text), "--out", "shards", "--tokenizer", "char", "--quiet"]) == 0
+    small = [*TINY, "--n-positions", "16", "--sample-tokens", "5", "--quiet"]
+    assert main(["train", "--data", "shards", "--packed", *small, "--out", "a"]) == 0
+    said = capsys.readouterr().out
+    assert "bits per character" in said
+    assert load_run(tmp_path / "a").tokenizer == data.CharTokenizer.of_text(text.read_text())
+    assert [line["step"] for line in lines_of(tmp_path / "a") if "val_loss" in line] == [0, 3, 6]
+    (tmp_path / "nano").mkdir()
+    ids = data.load_tokenizer(tmp_path / "a").encode(text.read_text()).astype(np.uint16)
+    for name in ("train", "val"):
+        ids.tofile(tmp_path / "nano" / f"{name}.bin")
+    assert main(["train", "--data", "nano", *small, "--out", "b"]) == 0
+    assert load_run(tmp_path / "b").tokenizer == data.IdTokenizer(28)
+    assert main(["train", "--data", "nano", "--init-from", "a", *small]) == 1
+    assert "nano was made with IdTokenizer(vocab_size=28), the model to start from has Char" in capsys.readouterr().err
+    assert main(["train", "--data", str(text), "--packed", *small]) == 1
+    assert "--packed goes with --data and a folder of token shards" in capsys.readouterr().err
+
+
 def test_metrics_go_to_tensorboard_on_request(tmp_path):
     pytest.importorskip("tensorboardX")
     assert main(["train", "--task", "sort", *TINY, "--tensorboard", "--out", "out", "--quiet"]) == 0

@@ -90,5 +90,5 @@ def test_only_known_tokenizers_are_saved(tmp_path):
         def decode(self, ids):
             return ""
 
-    with pytest.raises(TypeError, match="only byte, char and id"):
+    with pytest.raises(TypeError, match="only byte, char, id and GPT-2"):
         save_tokenizer(tmp_path, Mine())

@@ -1,4 +1,4 @@
-"""The command line: `flax-gpt train | sample | eval | plot | info`."""
+"""The command line: `flax-gpt data | train | sample | eval | plot | info`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax
 
 # A command's module is imported when it is asked for, and has a `main(arguments)`.
 COMMANDS = {
+    "data": "turn texts into token shards to train on",
     "train": "train a GPT on a text or a toy task",
     "sample": "write text with a trained one",
     "eval": "perplexity of a text, or questions answered, by a trained one",

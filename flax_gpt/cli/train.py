@@ -32,6 +32,8 @@ from flax_gpt.training.progress import TrainingProgress
 
 SAMPLES_FILE = "samples.txt"
 
+Text = data.Corpus | data.ShardedCorpus
+
 
 def main(arguments: Sequence[str]) -> int:
     """Trains, saves, and says what came out."""
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     train = TrainConfig(**args.take(TrainConfig))
     GPTConfig(vocab_size=1, **args.take(GPTConfig))
     block = BLOCKS[args.block]
-    start = run.load_run(args.init_from) if args.init_from else None
+    start = load_start(args.init_from) if args.init_from else None
     source = make_source(args, start)
     vocab_size = start.config.vocab_size if start else source.vocab_size
     config = GPTConfig(vocab_size=vocab_size, **args.take(GPTConfig))
@@ -74,12 +76,12 @@ def main(arguments: Sequence[str]) -> int:
         say(f"\ninterrupted after step {result.step} of {train.steps}; {kept}")
         return 128 + result.interrupted
     run.save_weights(folder, config, result.params, block)
-    if isinstance(source, data.Corpus):
+    if isinstance(source, Text):
         report_text(config, result, source, args)
     else:
         report_task(config, result, source, block)
     say(f"\nthe run      {plot}\nparameters   {folder / run.WEIGHTS_FILE}\nmetrics      {folder / METRICS_FILE}")
-    if isinstance(source, data.Corpus):
+    if isinstance(source, Text):
         say(f'write more   flax-gpt sample {folder} "a prompt"')
     return 0
 
@@ -91,21 +93,48 @@ def _with_absolute_paths(args: Args) -> dict[str, object]:
     }
 
 
-def make_source(args: Args, start: run.Run | None = None) -> data.Corpus | data.Task:
-    """What the flags say to train on, in the tokens of the run to start from where there is one."""
+def load_start(folder: Path) -> run.Run:
+    """The run to start from; weights with GPT-2's vocabulary need no tokenizer beside them."""
+    config, params, block = run.load_model(folder)
+    try:
+        return run.Run(config, params, block, data.load_tokenizer(folder))
+    except FileNotFoundError:
+        tokenizer = data.GPT2Tokenizer()
+        if config.vocab_size != tokenizer.vocab_size:
+            raise
+        return run.Run(config, params, block, tokenizer)
+
+
+def make_source(args: Args, start: run.Run | None = None) -> Text | data.Task:
+    """What the flags say to train on, in the tokens of the run to start from where there is one.
+
+    Raises:
+        ValueError: the data's tokens are others; packed=True goes with token shards alone.
+    """
+    if args.data and data.is_shards_folder(args.data):
+        shards = data.open_shards(args.data, args.n_positions, packed=args.packed)
+        if start is not None and start.tokenizer != shards.tokenizer:
+            raise ValueError(
+                f"{args.data} was made with {shards.tokenizer}, the model to start from has {start.tokenizer}"
+            )
+        return shards
+    if args.packed:
+        raise ValueError("--packed goes with --data and a folder of token shards, which knows where documents end")
     if args.task:
         return data.TASKS[args.task]()
     text = data.read_text(args.data) if args.data else data.stdlib_text()
     if start is not None:
-        tokenizer = start.tokenizer
+        tokenizer: data.Tokenizer = start.tokenizer
+    elif args.tokenizer == "gpt2":
+        tokenizer = data.GPT2Tokenizer()
     else:
         tokenizer = data.ByteTokenizer() if args.tokenizer == "byte" else data.CharTokenizer.of_text(text)
     return data.Corpus.of_text(text, tokenizer, args.n_positions)
 
 
-def tokenizer_of(source: data.Corpus | data.Task) -> data.Tokenizer:
+def tokenizer_of(source: Text | data.Task) -> data.Tokenizer:
     """A corpus's own, or plain numbers."""
-    return source.tokenizer if isinstance(source, data.Corpus) else data.IdTokenizer(source.vocab_size)
+    return source.tokenizer if isinstance(source, Text) else data.IdTokenizer(source.vocab_size)
 
 
 def starting_params(start: run.Run, config: GPTConfig, block: BlockType) -> Params:
@@ -131,7 +160,7 @@ def train_into(
     folder: Path,
     config: GPTConfig,
     train: TrainConfig,
-    source: data.Corpus | data.Task,
+    source: Text | data.Task,
     params: Params | None,
     args: Args,
 ) -> FitResult:
@@ -152,7 +181,7 @@ def train_into(
                 each(line)
 
         def inspect(step: int, params: Params) -> None:
-            if isinstance(source, data.Corpus) and args.sample_tokens and step < train.steps:
+            if isinstance(source, Text) and args.sample_tokens and step < train.steps:
                 with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
                     file.write(f"--- step {step}\n{write_sample(config, params, source, args)}\n\n")
 
@@ -160,9 +189,9 @@ def train_into(
         return fit(config, train, source, params=params, block=block, folder=folder, report=report, inspect=inspect)
 
 
-def describe(source: data.Corpus | data.Task) -> str:
+def describe(source: Text | data.Task) -> str:
     """The data in a line."""
-    if isinstance(source, data.Corpus):
+    if isinstance(source, Text):
         return (
             f"{len(source.train):,} tokens to train on, {len(source.validation):,} to validate with, "
             f"a vocabulary of {source.vocab_size}"
@@ -170,9 +199,15 @@ def describe(source: data.Corpus | data.Task) -> str:
     return f"{source}, best possible loss {source.optimum:.4f} nats per token"
 
 
-def write_sample(config: GPTConfig, params: Params, source: data.Corpus, args: Args) -> str:
+def opening_of(source: Text) -> np.ndarray:
+    """The first tokens of the validation part."""
+    part = source.validation
+    return part.read([0], 16)[0] if isinstance(part, data.TokenStream) else part[:16]
+
+
+def write_sample(config: GPTConfig, params: Params, source: Text, args: Args) -> str:
     """The beginning of the validation part, and how the model goes on."""
-    opening = source.validation[:16]
+    opening = opening_of(source)
     written = generate(
         config,
         params,
@@ -186,14 +221,16 @@ def write_sample(config: GPTConfig, params: Params, source: data.Corpus, args: A
     return source.tokenizer.decode(np.concatenate([opening, written.tokens[0]]))
 
 
-def report_text(config: GPTConfig, result: FitResult, source: data.Corpus, args: Args) -> None:
+def report_text(config: GPTConfig, result: FitResult, source: Text, args: Args) -> None:
     """Prints the validation loss and a sample."""
     loss = _last_validation(result)["val_loss"]
-    bits = loss / math.log(2) / source.characters_per_token
-    say(f"\nvalidation loss {loss:.4f} nats per token, {bits:.4f} bits per character")
+    bits = ""
+    if source.characters_per_token is not None:
+        bits = f", {loss / math.log(2) / source.characters_per_token:.4f} bits per character"
+    say(f"\nvalidation loss {loss:.4f} nats per token{bits}")
     if args.sample_tokens:
         text = write_sample(config, result.params, source, args)
-        opening = source.tokenizer.decode(source.validation[:16])
+        opening = source.tokenizer.decode(opening_of(source))
         say(f"\nit writes, after {opening!r}:\n\n{text}")
 
 

@@ -27,9 +27,11 @@ class Args:
     task: Literal["sort", "induction", "recall", "addition", "markov"] | None = None
     """A toy task to train on instead of a text. With it (or --data), --help shows the values that belong to it."""
     data: Path | None = None
-    """A UTF-8 text file, or a folder of them, to train on instead of the built-in text."""
-    tokenizer: Literal["char", "byte"] = "char"
-    """What a token of the text is."""
+    """A UTF-8 text file, a folder of them, or one of token shards, to train on instead of the built-in text."""
+    tokenizer: Literal["char", "byte", "gpt2"] = "char"
+    """What a token of the text is; token shards have their own."""
+    packed: bool = False
+    """With token shards: documents in one window do not see each other."""
     out: Path | None = None
     """The folder to write to; by default runs/NAME, with a number where that is taken."""
     resume: Path | None = None

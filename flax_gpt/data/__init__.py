@@ -1,6 +1,9 @@
-"""Data: batches, tokenizers, text corpora, and toy tasks whose best possible loss is known."""
+"""Data: batches, tokenizers, text corpora of any size, and toy tasks whose best possible loss is known."""
 
+from flax_gpt.data.bpe import GPT2Tokenizer
 from flax_gpt.data.corpus import Corpus, read_text, stdlib_text
+from flax_gpt.data.prepare import prepare
+from flax_gpt.data.shards import ShardedCorpus, TokenStream, is_shards_folder, open_shards
 from flax_gpt.data.source import Batch, Source
 from flax_gpt.data.tasks import (
     TASKS,
@@ -27,15 +30,21 @@ __all__ = [
     "ByteTokenizer",
     "CharTokenizer",
     "Corpus",
+    "GPT2Tokenizer",
     "IdTokenizer",
     "Induction",
     "MarkovChain",
     "ModularAddition",
+    "ShardedCorpus",
     "Sort",
     "Source",
     "Task",
+    "TokenStream",
     "Tokenizer",
+    "is_shards_folder",
     "load_tokenizer",
+    "open_shards",
+    "prepare",
     "read_text",
     "save_tokenizer",
     "stdlib_text",

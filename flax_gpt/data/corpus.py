@@ -25,6 +25,18 @@ def read_text(path: str | Path) -> str:
         ValueError: a file is not UTF-8 (the message says which, and where), or there is no text in it all.
         OSError: a file cannot be read.
     """
+    text = "".join(_read_file(file) for file in list_files(path))
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
+
+
+def list_files(path: str | Path) -> list[Path]:
+    """The file at a path, or all files below a folder but the hidden ones, in the order of their paths.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path, or no file below it.
+    """
     path = Path(path)
     if path.is_dir():
         files = sorted(
@@ -34,14 +46,10 @@ def read_text(path: str | Path) -> str:
         )
         if not files:
             raise FileNotFoundError(f"no files in {path}")
-    elif path.exists():
-        files = [path]
-    else:
+        return files
+    if not path.exists():
         raise FileNotFoundError(f"no such file or folder: {path}")
-    text = "".join(_read_file(file) for file in files)
-    if not text:
-        raise ValueError(f"{path} is empty")
-    return text
+    return [path]
 
 
 def _read_file(path: Path) -> str:
