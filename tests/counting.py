@@ -8,13 +8,12 @@ from tiny import NO_DROPOUT, random_params
 import flax_gpt as fg
 from flax_gpt import data, training
 
-CONFIG = fg.GPTConfig(vocab_size=7, n_positions=11, n_embd=10, n_layer=2, n_head=2, **NO_DROPOUT)
+CONFIG = fg.GPTConfig(vocab_size=7, n_positions=11, n_embd=10, n_layer=1, n_head=2, **NO_DROPOUT)
 DROPOUT = dataclasses.replace(CONFIG, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
 TRAIN = training.TrainConfig(steps=12, batch_size=5, warmup_steps=2, log_every=4, eval_every=6, eval_batches=1)
 
-# One layer compiles faster, and is enough where the number of layers does not matter.
-SHALLOW = dataclasses.replace(CONFIG, n_layer=1)
-SHALLOW_PARAMS = random_params(SHALLOW)
+# Random in every leaf: fresh biases are all 0, which hides what is done to them.
+PARAMS = random_params(CONFIG)
 
 
 class Counting:

@@ -71,7 +71,9 @@ def test_training_on_a_text_leaves_a_run_that_can_be_sampled_and_loaded(tmp_path
     assert again["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("block", ["pre_ln", "post_ln", "no_ln"])
+@pytest.mark.parametrize(
+    "block", ["pre_ln", *(pytest.param(name, marks=pytest.mark.slow) for name in ("post_ln", "no_ln"))]
+)
 def test_a_task_trains_with_each_block_and_loads_as_that_block(tmp_path, block, capsys):
     assert main(["train", "--task", "sort", *TINY, "--block", block, "--out", "out", "--quiet", "--lr", "0.03"]) == 0
     said = capsys.readouterr().out
@@ -90,6 +92,7 @@ def test_a_task_trains_with_each_block_and_loads_as_that_block(tmp_path, block, 
             fg.load_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_byte_model_reports_bits_per_character(tmp_path, capsys):
     (tmp_path / "é.txt").write_text("é" * 800)
     assert main(["train", "--data", "é.txt", "--tokenizer", "byte", *TINY, "--n-positions", "8"]) == 0
@@ -121,6 +124,7 @@ def interrupt_after(step, signum, monkeypatch):
     monkeypatch.setattr(TrainingProgress, "report", report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_been(tmp_path, signum, monkeypatch, capsys):
     arguments = ["train", "--task", "sort", *TINY, "--dropout", "0.1", "--out", "whole"]
@@ -158,6 +162,7 @@ def test_without_checkpoints_ctrl_c_keeps_the_model(tmp_path, monkeypatch, capsy
     assert load_run(tmp_path / "cut").config.n_embd == 8
 
 
+@pytest.mark.slow
 def test_training_starts_from_another_run_with_its_sizes_and_tokenizer(tmp_path, text, capsys):
     base = [*TINY, "--n-positions", "16", "--quiet", "--sample-tokens", "0", "--checkpoint-every", "None"]
     assert main(["train", "--data", str(text), *base, "--out", "first"]) == 0
@@ -178,6 +183,7 @@ def test_training_starts_from_another_run_with_its_sizes_and_tokenizer(tmp_path,
     assert "n_positions=16, fewer than 32" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_on_token_shards_and_on_nanogpts_files(tmp_path, text, capsys):
     assert main(["data", str(text), "--out", "shards", "--tokenizer", "char", "--quiet"]) == 0
     small = [*TINY, "--n-positions", "16", "--sample-tokens", "5", "--quiet"]
@@ -198,6 +204,7 @@ def test_training_on_token_shards_and_on_nanogpts_files(tmp_path, text, capsys):
     assert "--packed goes with --data and a folder of token shards" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_metrics_go_to_tensorboard_on_request(tmp_path):
     pytest.importorskip("tensorboardX")
     assert main(["train", "--task", "sort", *TINY, "--tensorboard", "--out", "out", "--quiet"]) == 0

@@ -246,4 +246,4 @@ def test_weights_without_a_tokenizer_are_refused(params, tmp_path, capsys):
     assert main(["eval", str(tmp_path), "--data", "text.txt"]) == 1
     assert "holds a model and no tokenizer (there is no" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere"), "--data", "text.txt"]) == 1
-    assert "nowhere holds no finished run" in capsys.readouterr().err
+    assert "nowhere holds no run" in capsys.readouterr().err

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from counting import SHALLOW as CONFIG
-from counting import SHALLOW_PARAMS, TRAIN
+from counting import CONFIG, PARAMS, TRAIN
 
 import flax_gpt as fg
 from flax_gpt import data, training
@@ -17,7 +16,7 @@ from flax_gpt import data, training
 
 @pytest.fixture(scope="module")
 def params():
-    return SHALLOW_PARAMS
+    return PARAMS
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from counting import SHALLOW as CONFIG
-from counting import SHALLOW_PARAMS, TRAIN
+from counting import CONFIG, PARAMS, TRAIN
 
 from flax_gpt import data, ops, training
 
@@ -18,7 +17,7 @@ DROPOUT = dataclasses.replace(CONFIG, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdro
 
 @pytest.fixture(scope="module")
 def params():
-    return SHALLOW_PARAMS
+    return PARAMS
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +45,7 @@ def test_parts_of_a_batch_add_up_to_it_however_unequal(params, six):
     assert abs(metrics["loss"] - mean_of_means) > 1e-3  # what a mean over the parts would give
 
 
+@pytest.mark.slow
 def test_each_part_has_its_own_dropout(params):
     row = data.Batch(*np.random.default_rng(1).integers(7, size=(2, 1, 11)), np.ones((1, 11), bool))
     twice = jax.tree.map(lambda x: np.concatenate([x, x]), row)

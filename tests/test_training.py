@@ -242,7 +242,11 @@ def test_impossible_settings_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{"compute_dtype": "bfloat16"}, {"remat": True, "layers": "scan", "loss_chunk": 4, "micro_batches": 5}]
+    "options",
+    [
+        {"compute_dtype": "bfloat16"},
+        pytest.param({"remat": True, "layers": "scan", "loss_chunk": 4, "micro_batches": 5}, marks=pytest.mark.slow),
+    ],
 )
 def test_training_options_reach_the_model(options, params):
     train = dataclasses.replace(TRAIN, steps=3, **options)
@@ -255,6 +259,7 @@ def test_training_options_reach_the_model(options, params):
     assert result.params["wte"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_moving_average_is_what_is_evaluated_and_returned(params):
     train = dataclasses.replace(TRAIN, ema_decay=0.75, steps=3, lr=0.05)
     plain = training.fit(CONFIG, dataclasses.replace(train, ema_decay=None), Counting(), params=params)

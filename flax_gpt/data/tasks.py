@@ -347,7 +347,7 @@ def _next_token_batch(x: Int[Array, "b _"], scored: Array) -> Batch:
 
 def _draw(key: Key[Array, ""], batch_size: int, rows: Batch) -> Batch:
     index = jax.random.randint(key, (batch_size,), 0, len(rows.tokens))
-    return Batch(*(jnp.asarray(column)[index] for column in rows))
+    return jax.tree.map(lambda column: jnp.asarray(column)[index], rows)
 
 
 @functools.lru_cache(maxsize=8)
