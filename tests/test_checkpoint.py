@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
     return run_into(folder), folder
 
 
-@pytest.mark.parametrize("step", [4, 10])  # amid a line's steps; at an evaluation
+@pytest.mark.parametrize("step", [4, pytest.param(10, marks=pytest.mark.slow)])  # amid a line's steps; at an evaluation
 def test_an_interrupted_run_goes_on_to_the_same_bits(whole, tmp_path, step):
     expected, reference = whole
     first = run_into(tmp_path, report=interrupted_at(step))
@@ -150,8 +150,14 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("item", ["params", "average", "rest", "notes"])
-@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
+@pytest.mark.parametrize(
+    ("item", "damage"),
+    [
+        pytest.param(item, damage, marks=[] if item == first else pytest.mark.slow)
+        for damage, first in ((flip, "params"), (Path.unlink, "rest"))
+        for item in ("params", "average", "rest", "notes")
+    ],
+)
 def test_a_damaged_checkpoint_is_noticed_and_left_as_it_is(whole, tmp_path, item, damage):
     _, folder = whole
     shutil.copytree(folder, tmp_path / "copy")
@@ -205,6 +211,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(OSError, match=f"cannot write checkpoints to {tmp_path}/checkpoints"):
         run_into(tmp_path)
+
+
+def test_a_run_that_left_no_checkpoint_is_not_overwritten_by_one_that_leaves_none(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(FileExistsError, match="already holds the metrics of a run, and no checkpoint"):
+        run_into(tmp_path, dataclasses.replace(TRAIN, checkpoint_every=None))
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_metrics_are_cut_back_to_whole_lines(tmp_path):

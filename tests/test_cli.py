@@ -100,6 +100,7 @@ def test_a_byte_model_reports_bits_per_character(tmp_path, capsys):
     assert f"{2 * loss / np.log(2):.4f} bits per character" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_second_run_of_the_same_name_takes_the_next_folder_and_a_named_one_is_never_overwritten(tmp_path, capsys):
     for expected in ("runs/sort", "runs/sort-2"):
         assert main(["train", "--task", "sort", *TINY, "--quiet"]) == 0

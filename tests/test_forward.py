@@ -76,7 +76,7 @@ def under_dropout():
     return run
 
 
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize("layers", [pytest.param("scan", marks=pytest.mark.slow), "unroll"])
 def test_remat_changes_neither_logits_nor_gradients_with_dropout_on(under_dropout, layers):
     (logits, grads), (plain_logits, plain_grads) = under_dropout(layers, True), under_dropout(layers, False)
     np.testing.assert_array_equal(logits, plain_logits)

@@ -128,7 +128,7 @@ def test_a_cross_entropy_in_chunks_is_the_plain_one(dtype):
         return 2 * total, right
 
     (expected, right), gradient = jax.value_and_grad(plain, (0, 1), has_aux=True)(x, table)
-    for chunk in (1, 4, 10):  # of 11
+    for chunk in (4, 10):  # of 11
         (loss, also_right), others = jax.jit(
             jax.value_and_grad(chunked, (0, 1), has_aux=True), static_argnums=2
         )(x, table, chunk)  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_first_of_equal_logits_is_the_largest():
         np.testing.assert_array_equal(ops.is_largest(logits, jnp.full(3, target)), expected[:, target])
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_loss_of_a_model_can_be_taken_in_chunks(params, six, tied):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     if not tied:

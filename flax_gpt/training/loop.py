@@ -101,6 +101,7 @@ def fit(
             checkpoint is damaged, or is of another model, training or data; the message lists the differences.
         FloatingPointError: more than `max_skipped` steps had a loss or gradient that was not finite.
         BlockingIOError: another process is training into the folder.
+        FileExistsError: the folder holds a run that kept no checkpoints, and this one is to keep none either.
         OSError: the folder cannot be written to.
     """
     check_source(config, source)
@@ -113,6 +114,10 @@ def fit(
         stopped = stack.enter_context(stop_on_signal())
         run = _Run(config, train, source, block, file, checkpoints, report, inspect)
         begun_before = checkpoints is not None and checkpoints.steps()
+        if file is not None and not begun_before and train.checkpoint_every is None and not file.is_empty():
+            raise FileExistsError(
+                f"{folder} already holds the metrics of a run, and no checkpoint to go on from; give another folder"
+            )
         state = run.resume() if begun_before else run.start(params)
         state = run.go_on(state, stopped)
     return FitResult(state, run.lines, None if run.finished else stopped.signal)

@@ -45,6 +45,10 @@ class MetricsFile:
     ) -> None:
         self._file.close()
 
+    def is_empty(self) -> bool:
+        """Whether nothing has been written yet."""
+        return self.path.stat().st_size == 0
+
     def rewind(self, n: int) -> list[Line]:
         """Forgets what comes after the first n lines, which are returned.
 
