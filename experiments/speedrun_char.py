@@ -44,7 +44,7 @@ RECIPES = {
         steps=1000, batch_size=BATCH, lr=4e-3, min_lr=0.0, schedule="linear"
     ),
     "Muon, linear to 0": training.TrainConfig(
-        steps=400, batch_size=BATCH, lr=1.6e-2, min_lr=0.0, schedule="linear", optimizer="muon", warmup_steps=10
+        steps=450, batch_size=BATCH, lr=1.6e-2, min_lr=0.0, schedule="linear", optimizer="muon", warmup_steps=10
     ),
 }
 
