@@ -32,6 +32,7 @@ import numpy as np
 import flax_gpt as fg
 from flax_gpt import data, training
 from flax_gpt.cli import keep_freed_memory
+from flax_gpt.data.prefetch import prefetch
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 4, 4, 128, 64, 12
 TURNS = 10
@@ -63,8 +64,8 @@ class Ours:
 
     def advance(self, first: int, last: int) -> None:
         """Does some of its steps."""
-        batches = training.prefetch(
-            lambda step: self.corpus.training_batch(self.train.seed, step, self.train.batch_size), first, last
+        batches = prefetch(
+            lambda step: self.corpus.training_batch(self.train.seed, step, self.train.batch_size), range(first, last)
         )
         with contextlib.closing(batches):
             for batch in batches:

@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flax_gpt.cli.train import say
 from flax_gpt.data.corpus import read_text
-from flax_gpt.data.tokenizer import load_tokenizer
 from flax_gpt.evaluation import read_questions, score_questions, score_text
-from flax_gpt.training.run import Run, load_model, parse_checkpoint
+from flax_gpt.training.run import Run, load_run, parse_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +50,13 @@ class Args:
 def main(arguments: Sequence[str]) -> int:
     """Reads the run and the data, prints the scores."""
     args = tyro.cli(Args, args=list(arguments), prog="flax-gpt eval")
-    if args.data is not None and args.choices is None:
-        scores = on_text(load(args.run, args.checkpoint), args, args.data)
-    elif args.choices is not None and args.data is None:
-        scores = on_questions(load(args.run, args.checkpoint), args, args.choices)
-    else:
+    if (args.data is None) == (args.choices is None):
         raise ValueError("give one thing to evaluate on: --data with a text, or --choices with a file of questions")
+    run = load_run(args.run, checkpoint=parse_checkpoint(args.checkpoint))
+    if args.data is not None:
+        scores = on_text(run, args, args.data)
+    elif args.choices is not None:
+        scores = on_questions(run, args, args.choices)
     if args.json:
         say(json.dumps(scores))
         return 0
@@ -65,18 +65,6 @@ def main(arguments: Sequence[str]) -> int:
     if scores.get("truncated"):
         say("\nthe truncated questions were longer than the model's context and lost the beginning of theirs")
     return 0
-
-
-def load(folder: Path, checkpoint: str | None = None) -> Run:
-    """The run in a folder; an error says so where it has weights and no tokenizer to go with them."""
-    config, params, block = load_model(folder, checkpoint=parse_checkpoint(checkpoint))
-    try:
-        return Run(config, params, block, load_tokenizer(folder))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{folder} holds a model and no tokenizer (there is no {error.filename}), and without it no text can be "
-            "turned into ids; give the folder of a run that `flax-gpt train` wrote"
-        ) from error
 
 
 def on_text(run: Run, args: Args, path: Path) -> dict[str, Any]:

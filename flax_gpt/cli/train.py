@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     # Built first: a wrong value should not wait for the data, nor a folder be made for it.
     train = TrainConfig(**args.take(TrainConfig))
     GPTConfig(vocab_size=1, **args.take(GPTConfig))
+    if args.resume and (args.resume / run.WEIGHTS_FILE).exists():
+        say(f"{args.resume} holds a finished run; there is nothing left to do")
+        return 0
     block = BLOCKS[args.block]
     start = load_start(args.init_from) if args.init_from else None
     source = make_source(args, start)
@@ -52,9 +55,6 @@ def main(arguments: Sequence[str]) -> int:
 
     if args.resume:
         folder = args.resume
-        if (folder / run.WEIGHTS_FILE).exists():
-            say(f"{folder} holds a finished run; there is nothing left to do")
-            return 0
         if not has_checkpoints(folder):
             say(f"{folder} has no checkpoint yet; the run begins anew")
     else:

@@ -8,20 +8,18 @@ While it works, the folder holds beside what `shard_writer.py` writes
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flax_gpt.data.documents import Group, Position, Span, list_spans, read_groups
+from flax_gpt.data.prefetch import prefetch
 from flax_gpt.data.shard_writer import PROGRESS_FILE, Encoded, ShardWriter, write_json
 from flax_gpt.data.shards import FORMAT, JOB_FILE, SHARDS_FILE, SPLITS
 from flax_gpt.data.tokenizer import (
@@ -98,12 +96,18 @@ def prepare(
             tokenizer = _alphabet(folder, spans, validation_fraction, field)
         write_json(folder / FILE_NAME, describe_tokenizer(tokenizer))
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        encode = functools.partial(encode_group, tokenizer=tokenizer, dtype=dtype)
+
+        def encode(group: Group) -> tuple[Position, dict[str, Encoded]]:
+            return group.after, encode_group(group, tokenizer, dtype)
+
         cut_anywhere = isinstance(tokenizer, ByteTokenizer | CharTokenizer)
         until = [0, *itertools.accumulate(span.stop - span.start for span in spans)]
         with contextlib.closing(ShardWriter(folder, dtype, shard_tokens)) as writer:
             groups = read_groups(spans, writer.position, validation_fraction, field, cut_anywhere)
-            with contextlib.closing(_in_parallel(encode, groups, workers or _usable_cores())) as results:
+            # Threads are enough: tiktoken and NumPy let go of the interpreter's lock, and a process would import JAX
+            # anew. Two groups a thread at most are in memory.
+            threads = workers or _usable_cores()
+            with contextlib.closing(prefetch(encode, groups, ahead=2 * threads - 1, workers=threads)) as results:
                 for after, encoded in results:
                     writer.add(encoded, after)
                     if report is not None:
@@ -136,28 +140,6 @@ def encode_group(group: Group, tokenizer: Tokenizer, dtype: np.dtype) -> dict[st
             sum(piece.size for piece in pieces),
         )
     return encoded
-
-
-def _in_parallel(
-    encode: Callable[[Group], dict[str, Encoded]], groups: Iterator[Group], workers: int
-) -> Generator[tuple[Position, dict[str, Encoded]], None, None]:
-    """What groups are encoded to, and where the next begins, in order; two groups a worker at most are in memory.
-
-    Threads are enough: tiktoken and NumPy let go of the interpreter's lock, and a process would import JAX anew.
-    """
-    waiting: collections.deque[tuple[Position, Future[dict[str, Encoded]]]] = collections.deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for group in groups:
-                waiting.append((group.after, pool.submit(encode, group)))
-                if len(waiting) >= 2 * workers:
-                    after, future = waiting.popleft()
-                    yield after, future.result()
-            while waiting:
-                after, future = waiting.popleft()
-                yield after, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager

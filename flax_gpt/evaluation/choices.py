@@ -325,4 +325,4 @@ def _score(
     logits = forward(config, params, texts[:, :-1], **dict(options))
     targets = texts[:, 1:]
     log_probs = jnp.sum(jnp.where(scored, -ops.cross_entropy(logits, targets), 0), axis=1)
-    return log_probs, jnp.all(~scored | (jnp.argmax(logits, axis=-1) == targets), axis=1)
+    return log_probs, jnp.all(~scored | ops.is_largest(logits, targets), axis=1)

@@ -6,7 +6,6 @@ from flax_gpt.training.evaluate import evaluate, exam_score
 from flax_gpt.training.loop import FitResult, fit
 from flax_gpt.training.loss import next_token_loss
 from flax_gpt.training.optimizer import decay_mask, learning_rate_schedule, make_optimizer
-from flax_gpt.training.prefetch import prefetch
 from flax_gpt.training.step import TrainState, init_state, make_train_step, train_step
 from flax_gpt.training.sweep import SweepResult, fit_many
 
@@ -26,6 +25,5 @@ __all__ = [
     "make_optimizer",
     "make_train_step",
     "next_token_loss",
-    "prefetch",
     "train_step",
 ]

@@ -20,6 +20,7 @@ import numpy as np
 
 from flax_gpt.accounting import count_flops
 from flax_gpt.config import GPTConfig
+from flax_gpt.data.prefetch import prefetch
 from flax_gpt.data.source import Source
 from flax_gpt.forward import Params, init_params
 from flax_gpt.model import Block, BlockType, block_name
@@ -28,7 +29,6 @@ from flax_gpt.training.config import TrainConfig
 from flax_gpt.training.evaluate import evaluate
 from flax_gpt.training.metrics import METRICS_FILE, Line, MetricsFile, is_sound, means_of_steps
 from flax_gpt.training.optimizer import learning_rate_schedule, make_optimizer
-from flax_gpt.training.prefetch import prefetch
 from flax_gpt.training.step import TrainState, init_state, make_train_step
 
 # What may differ between a checkpoint and the run that goes on from it: the course of training does not depend on it.
@@ -52,7 +52,7 @@ class FitResult:
     @property
     def params(self) -> Params:
         """The trained parameters: their moving average where the run keeps one."""
-        return self.state.params if self.state.average is None else self.state.average
+        return self.state.trained
 
     @property
     def step(self) -> int:
@@ -154,18 +154,9 @@ class _Run:
         """The state before the first update."""
         if self.file is not None:
             self.file.rewind(0)
-        params_key, dropout_key = jax.random.split(jax.random.key(self.train.seed))
-        if params is None:
-            params = init_params(self.config, params_key, block=self.block)
-        else:
-            # A copy: the step takes its argument's arrays for its own, and the caller's parameters are the caller's.
-            params = jax.tree.map(jnp.array, params)
-        state = self._initial_state(params, dropout_key)
+        state = first_state(self.config, self.train, params, self.block)
         self.emit_validation(0, state, self.train.eval_batches)
         return state
-
-    def _initial_state(self, params: Params, dropout_key: Any) -> TrainState:
-        return init_state(params, self.optimizer, dropout_key, average=self.train.ema_decay is not None)
 
     def resume(self) -> TrainState:
         """The state of the latest checkpoint, and with it all that the run had in hand."""
@@ -181,12 +172,8 @@ class _Run:
                 f"the checkpoint in {self.checkpoints.folder} is of another run: {'; '.join(differences)}. Give the "
                 "same settings, another folder, or start anew from its parameters"
             )
-
-        def draw() -> TrainState:
-            key = jax.random.key(0)
-            return self._initial_state(init_params(self.config, key, block=self.block), key)
-
-        state = self.checkpoints.restore(jax.eval_shape(draw))
+        form = jax.eval_shape(lambda: first_state(self.config, self.train, block=self.block))
+        state = self.checkpoints.restore(form)
         if self.file is not None:
             self.lines = self.file.rewind(notes["lines"])
         self.pending = notes["pending"]
@@ -217,8 +204,7 @@ class _Run:
         step_function = make_train_step(self.config, self.optimizer, block=self.block, **train.step_options)
         batches = prefetch(
             lambda step: jax.device_put(self.source.training_batch(train.seed, step, train.batch_size)),
-            step,
-            train.steps,
+            range(step, train.steps),
         )
         self.clock = time.perf_counter()
         with contextlib.closing(batches):
@@ -327,13 +313,22 @@ class _Run:
 
     def emit_validation(self, step: int, state: TrainState, limit: int | None) -> None:
         """Evaluates and reports."""
-        params = state.params if state.average is None else state.average
         batches = self.source.validation_batches(max(self.train.batch_size, 64), limit)
-        result = evaluate(self.config, params, batches, block=self.block, **self.train.forward_options)
+        result = evaluate(self.config, state.trained, batches, block=self.block, **self.train.forward_options)
         self.val_loss = result["loss"]
         self.emit(step, {"val_loss": result["loss"], "accuracy": result["accuracy"]})
         if self.inspect is not None:
-            self.inspect(step, params)
+            self.inspect(step, state.trained)
+
+
+def first_state(
+    config: GPTConfig, train: TrainConfig, params: Params | None = None, block: BlockType = Block
+) -> TrainState:
+    """The state that a run begins with: everything in it follows from the seed, but for parameters that are given."""
+    params_key, dropout_key = jax.random.split(jax.random.key(train.seed))
+    # Given ones are copied: the step takes its argument's arrays for its own, and the caller's are the caller's.
+    own = init_params(config, params_key, block=block) if params is None else jax.tree.map(jnp.array, params)
+    return init_state(own, make_optimizer(train), dropout_key, average=train.ema_decay is not None)
 
 
 def check_source(config: GPTConfig, source: Source) -> None:

@@ -166,7 +166,7 @@ def load_model(
         like = jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block))
         with Checkpoints(Path(folder, FOLDER_NAME), read_only=True) as checkpoints:
             return config, checkpoints.restore_params(like, "latest" if checkpoint is None else checkpoint), block
-    if json.loads(Path(folder, CONFIG_FILE).read_text("utf-8")).get("model_type") != "flax_gpt":
+    if block is Block:  # whose weights alone have GPT-2's names
         return *load_pretrained(folder), Block
     flat = {tuple(key.split(".")): jnp.asarray(value) for key, value in TensorFile(weights).items()}
     expected = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block)))
@@ -192,4 +192,10 @@ def parse_checkpoint(text: str | None) -> Which | None:
 def load_run(folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None) -> Run:
     """Reads a run: see `load_model` and `load_tokenizer`, whose errors it raises."""
     config, params, block = load_model(folder, block, checkpoint)
-    return Run(config, params, block, load_tokenizer(folder))
+    try:
+        return Run(config, params, block, load_tokenizer(folder))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{folder} holds a model and no tokenizer (there is no {error.filename}), and without it no text can be "
+            "turned into ids; give the folder of a run that `flax-gpt train` wrote"
+        ) from error

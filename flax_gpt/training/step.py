@@ -35,6 +35,11 @@ class TrainState(NamedTuple):
     skipped: Int[Array, ""]
     average: Params | None = None
 
+    @property
+    def trained(self) -> Params:
+        """The parameters to evaluate and to keep: their moving average where there is one."""
+        return self.params if self.average is None else self.average
+
 
 Metrics = dict[str, Array]  # of scalars
 

@@ -17,16 +17,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from flax_gpt.config import GPTConfig
+from flax_gpt.data.prefetch import prefetch
 from flax_gpt.data.source import Batch, Source
-from flax_gpt.forward import Params, init_params
+from flax_gpt.forward import Params
 from flax_gpt.model import Block, BlockType
 from flax_gpt.training.config import TrainConfig
-from flax_gpt.training.loop import check_source
+from flax_gpt.training.loop import check_source, first_state
 from flax_gpt.training.loss import next_token_loss
 from flax_gpt.training.metrics import Line, means_of_steps
 from flax_gpt.training.optimizer import learning_rate_schedule, make_optimizer
-from flax_gpt.training.prefetch import prefetch
-from flax_gpt.training.step import Metrics, TrainState, init_state, train_step
+from flax_gpt.training.step import Metrics, TrainState, train_step
 
 Layout = Literal["auto", "vmap", "map"]
 
@@ -49,8 +49,7 @@ class SweepResult:
 
     def params(self, index: int) -> Params:
         """The trained parameters of one member: their moving average where one is kept."""
-        trained = self.states.params if self.states.average is None else self.states.average
-        return jax.tree.map(lambda x: x[index], trained)
+        return jax.tree.map(lambda x: x[index], self.states.trained)
 
     def names(self) -> list[str]:
         """A name for each member: what it differs in."""
@@ -177,7 +176,7 @@ class _Sweep:
                 for name in ("lr", "min_lr", "weight_decay")
             }
         )
-        states = self.spread(self.stack([self.initial_state(*member) for member in self.members]))
+        states = self.spread(self.stack([first_state(*member, block=self.block) for member in self.members]))
         step_function = jax.jit(self.over_members(self.step), donate_argnums=0)
         evaluate = jax.jit(self.over_members(self.score, shared=1))
 
@@ -186,11 +185,10 @@ class _Sweep:
             return self.spread(self.stack(rows))
 
         def validate(step: int, limit: int | None) -> None:
-            params = states.params if states.average is None else states.average
             losses = hits = np.zeros(len(self.members))
             scored = 0.0
             for batch in source.validation_batches(max(train.batch_size, 64), limit):
-                loss, accuracy, count = jax.device_get(evaluate(params, batch))
+                loss, accuracy, count = jax.device_get(evaluate(states.trained, batch))
                 losses, hits, scored = losses + loss * count, hits + accuracy * count, scored + float(count[0])
             self.emit(
                 step,
@@ -203,7 +201,7 @@ class _Sweep:
         validate(0, train.eval_batches)
         pending: list[Metrics] = []
         step = 0
-        with contextlib.closing(prefetch(batches_of, 0, train.steps)) as batches:
+        with contextlib.closing(prefetch(batches_of, range(train.steps))) as batches:
             for batch in batches:
                 states, metrics = step_function(states, batch, rates)
                 step += 1
@@ -217,12 +215,6 @@ class _Sweep:
         return states
 
     # The functions of one member
-
-    def initial_state(self, config: GPTConfig, train: TrainConfig) -> TrainState:
-        """As `fit` begins."""
-        params_key, dropout_key = jax.random.split(jax.random.key(train.seed))
-        params = init_params(config, params_key, block=self.block)
-        return init_state(params, make_optimizer(train), dropout_key, average=train.ema_decay is not None)
 
     def step(self, state: TrainState, batch: Batch, rates: dict[str, Float[Array, ""]]) -> tuple[TrainState, Metrics]:
         """One member's update, its learning rate and weight decay being arguments."""
