@@ -5,6 +5,9 @@
 The small character model of the README (4 layers, 128 wide, context 64, batch 12) on the built-in text: `fit_many` with
 eight seeds, on two virtual devices of the CPU, against eight calls of `fit`, in processes of their own, in turn. It
 prints the medians of the rounds: the time of the steps alone, and that of everything, compilation included.
+
+On two cores of an Intel Xeon at 2.0 GHz: 2.16 times as fast with compilation, 1.24 times in the steps alone, where each
+core has half of the models to itself while a single run spreads every product over both.
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ sets up, compiles and trains, and stands while it is validated.
 
 It prints when each first reached the loss that nanoGPT ended at, and writes speedrun.json and speedrun.png. Without
 --nanogpt (or PyTorch) only ours run, and the loss to reach is nanoGPT's of an earlier run, 1.89.
+
+On two cores of an Intel Xeon at 2.0 GHz nanoGPT ended at 1.897. AdamW with its settings comes to the same loss in the
+same time (1.896); at four times the rate and half the steps it does not reach it (1.932). Muon is what makes the
+difference: 450 steps, each half as long again as AdamW's, end at 1.876, and reach the loss after 0.45 of nanoGPT's time
+with compilation included, which is a sixth of it. The rate was the best of 0.004, 0.008, 0.016 and 0.032.
 """
 
 from __future__ import annotations
@@ -136,10 +141,11 @@ def main() -> None:
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
     parser.add_argument("--out", type=Path, default=Path("runs/speedrun_char"))
     parser.add_argument("--recipes", nargs="*", choices=list(RECIPES), default=list(RECIPES), help="of ours")
-    parser.add_argument("--smoke", action="store_true", help="a hundredth of the steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="few steps on a short text, to see that it runs")
     args = parser.parse_args()
     keep_freed_memory()
     text = data.read_text(args.data) if args.data else data.stdlib_text()
+    text = text[:100_000] if args.smoke else text
     corpus = data.Corpus.of_text(text, data.CharTokenizer.of_text(text), LENGTH)
 
     seconds = dict.fromkeys([*(["nanoGPT"] if args.nanogpt else []), *args.recipes], 0.0)

@@ -226,6 +226,17 @@ def _take(logits: Float[Array, "*b v"], targets: Int[Array, "*b"]) -> Float[Arra
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
 
 
+def first_largest(logits: Float[Array, "*b v"]) -> Int[Array, "*b"]:
+    """The index of the largest entry, of the first of several: argmax, but for NaN, in the presence of which it is 0.
+
+    XLA's argmax on CPU is not vectorised and takes as long as a softmax.
+    """
+    v = logits.shape[-1]
+    index = jnp.arange(v, dtype=jnp.int32)
+    first = jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), index, v), axis=-1)
+    return jnp.where(first == v, 0, first)
+
+
 def is_largest(logits: Float[Array, "*b v"], targets: Int[Array, "*b"]) -> Bool[Array, "*b"]:
     """Whether each target has the largest logit, and is the first to have it: argmax(logits) == target.
 

@@ -35,6 +35,7 @@ SHARDS_FILE, JOB_FILE, FORMAT = "shards.json", "prepare.json", 1
 SPLITS = ("train", "validation")
 # Of the whole folder: what takes longer to read through than one wants to wait is checked batch by batch alone.
 CHECKED_AT_OPENING = 2 << 30
+PAGE = 1024  # so many places of the shuffled order are worked out at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,13 +187,12 @@ class ShardedCorpus:
                 f"{len(self.train)} tokens, {self.windows} windows of {self.t}, and a batch has {batch_size}"
             )
         rows = own_rows(batch_size, self.process_index, self.process_count)
-        first, last = (step * batch_size + row for row in (rows[0], rows[-1]))
-        starts: list[int] = []
-        for epoch in range(first // self.windows, last // self.windows + 1):
-            begin = epoch * self.windows
-            turns = np.arange(max(first - begin, 0), min(last - begin + 1, self.windows))
-            offset, keys = _epoch(seed, epoch, len(self.train) - 1 - self.windows * self.t)
-            starts += (offset + self.t * shuffled(turns, self.windows, keys)).tolist()
+        slack = len(self.train) - 1 - self.windows * self.t
+        starts = []
+        for row in rows:
+            epoch, turn = divmod(step * batch_size + row, self.windows)
+            page, place = divmod(turn, PAGE)
+            starts.append(_page(seed, epoch, page, self.windows, self.t, slack)[place])
         return self._batch(self.train, starts)
 
     def validation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -389,7 +389,12 @@ def _outside(file: Path, place: int, found: int, vocab_size: int, largest: int |
 
 
 @functools.lru_cache(maxsize=8)
-def _epoch(seed: int, epoch: int, slack: int) -> tuple[int, tuple[np.uint64, ...]]:
-    """Where an epoch's first window begins, up to `slack`, and the keys of its order."""
-    offset = np.random.default_rng((seed, epoch, 0)).integers(slack + 1)
-    return int(offset), round_keys(seed, epoch, 1)
+def _page(seed: int, epoch: int, page: int, windows: int, t: int, slack: int) -> tuple[int, ...]:
+    """Where windows begin, in the order of an epoch: from the place `page * PAGE` of it on.
+
+    The first window begins up to `slack` tokens from the start of the corpus. A page costs hardly more than one place
+    of it, and the next batches want its other places.
+    """
+    offset = int(np.random.default_rng((seed, epoch, 0)).integers(slack + 1))
+    turns = np.arange(page * PAGE, min((page + 1) * PAGE, windows))
+    return tuple((offset + t * shuffled(turns, windows, round_keys(seed, epoch, 1))).tolist())

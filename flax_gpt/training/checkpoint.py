@@ -7,6 +7,7 @@ they are written, so that a file that has changed since is noticed.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ class Checkpoints:
 
     Raises:
         OSError: the folder cannot be made.
+        ValueError: what a checkpoint says of its validation loss cannot be read.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, read_only: bool = False) -> None:
@@ -50,30 +52,34 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"cannot write checkpoints to {self.folder}: {error.strerror}") from error
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=preservation_policy.AnyPreservationPolicy(
-                    [
-                        preservation_policy.LatestN(keep),
-                        preservation_policy.BestN(
-                            get_metric_fn=lambda metrics: metrics["val_loss"],
-                            reverse=True,
-                            n=1,
-                            keep_checkpoints_without_metrics=False,
-                        ),
-                    ]
-                ),
-                best_fn=lambda metrics: metrics["val_loss"],
-                best_mode="min",
-                cleanup_tmp_directories=not read_only,  # what a killed process left half written
-                read_only=read_only,
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(
+                [
+                    preservation_policy.LatestN(keep),
+                    preservation_policy.BestN(
+                        get_metric_fn=lambda metrics: metrics["val_loss"],
+                        reverse=True,
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
             ),
-            item_handlers={
-                **{name: ocp.StandardCheckpointHandler() for name in ("params", "average", "rest")},
-                "notes": ocp.JsonCheckpointHandler(),
-            },
+            best_fn=lambda metrics: metrics["val_loss"],
+            best_mode="min",
+            cleanup_tmp_directories=not read_only,  # what a killed process left half written
+            read_only=read_only,
         )
+        handlers = {
+            **{name: ocp.StandardCheckpointHandler() for name in ("params", "average", "rest")},
+            "notes": ocp.JsonCheckpointHandler(),
+        }
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        except ValueError as error:  # Orbax reads every checkpoint's validation loss at once
+            raise ValueError(
+                f"a checkpoint in {self.folder} is damaged ({error}): {' and '.join(_without_loss(self.folder))}; "
+                "move this folder away to go on from the others"
+            ) from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -202,6 +208,17 @@ class Checkpoints:
                 f"the checkpoint {self.folder / str(step)} is damaged, or of another model: {first}; move this folder "
                 "away to go on from the checkpoint before it"
             ) from error
+
+
+def _without_loss(folder: Path) -> list[str]:
+    """The checkpoints whose validation loss cannot be read."""
+    damaged = []
+    for path in sorted(folder.glob("*/metrics/metrics")):
+        try:
+            json.loads(path.read_text("utf-8"))
+        except ValueError:
+            damaged.append(str(path.parent.parent))
+    return damaged
 
 
 def _items(state: TrainState) -> dict[str, Any]:

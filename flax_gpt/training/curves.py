@@ -58,14 +58,19 @@ def compare_figure(runs: Mapping[str, Sequence[Line]], title: str = "") -> Figur
     for longer, length in (("minutes", 60.0), ("hours", 3600.0)):
         if seconds >= 3 * length:
             unit, divide_by = longer, length
-    figure = _figure(11.0, 7.4)
+    losses = [
+        (name, kind)
+        for name, kind in (("val_loss", "validation"), ("train_loss", "training"))
+        if any(name in line for lines in runs.values() for line in lines)
+    ] or [("val_loss", "validation")]
+    figure = _figure(11.0, 1.2 + 3.1 * len(losses))
+    panels = figure.subplots(len(losses), 2, sharex="col", sharey="row", squeeze=False)
+    figure.suptitle(title, fontweight="bold")
     from matplotlib import colormaps  # only now: `_figure` says what to do where there is no matplotlib
 
-    panels = figure.subplots(2, 2, sharex="col", sharey="row")
-    figure.suptitle(title, fontweight="bold")
     indices = np.arange(len(runs))
     colors = colormaps["tab10"](indices) if len(runs) <= 10 else colormaps["turbo"](0.05 + 0.9 * indices / len(runs))
-    for row, (name, kind) in enumerate((("val_loss", "validation"), ("train_loss", "training"))):
+    for row, (name, kind) in enumerate(losses):
         style: dict[str, Any] = {"linewidth": 1.0}
         if name == "val_loss":
             style = {"linewidth": 1.6, "marker": "o", "markersize": 2.5}
@@ -75,11 +80,13 @@ def compare_figure(runs: Mapping[str, Sequence[Line]], title: str = "") -> Figur
             _plot(panels[row, 1], lines, name, x="seconds", divide_by=divide_by, color=color, **style)
         _limit(panels[row, 0], drawn)
         for column, x in enumerate(("step", unit)):
-            _style(panels[row, column], title=f"{kind} loss (nats per token)", xlabel=x if row else "")
+            _style(
+                panels[row, column], title=f"{kind} loss (nats per token)", xlabel=x if row == len(losses) - 1 else ""
+            )
     # Below the panels: within them there may be no place that no curve goes through. From both rows: a run may lack one
     # of the losses.
     entries: dict[str, Any] = {}
-    for axes in (panels[1, 0], panels[0, 0]):
+    for axes in panels[::-1, 0]:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
     names = [name for name in (_with_best(run, lines) for run, lines in runs.items()) if name in entries]

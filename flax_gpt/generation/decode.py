@@ -1,0 +1,266 @@
+"""The compiled part of generation: read the prompts, then write a token to every row until all rows have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from flax_gpt import ops
+from flax_gpt.activations import Edit
+from flax_gpt.config import GPTConfig
+from flax_gpt.forward import check_tokens
+from flax_gpt.generation.cache import Cache, Weights, init_cache, logits_of, read
+from flax_gpt.generation.sampling import Sampling, sample
+from flax_gpt.model import BlockType
+
+Prompts: TypeAlias = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray | Int[Array, "b t"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a program of generation is compiled for, beside the shapes of what goes in.
+
+    Attributes:
+        config, block, compute_dtype: the model.
+        new_width: how many tokens there is room for.
+        num_samples: continuations of each prompt.
+        windows: whether it may have to go on beyond n_positions.
+    """
+
+    config: GPTConfig
+    block: BlockType
+    compute_dtype: Any
+    new_width: int
+    num_samples: int
+    windows: bool
+
+
+class Inputs(NamedTuple):
+    """Prompts and limits.
+
+    Attributes:
+        tokens: prompts, padded on the right with zeros.
+        lengths: of the prompts.
+        seen: which tokens a prompt holds.
+        stop_ids: a row ends with the first of these.
+        limit: how many tokens to write.
+    """
+
+    tokens: Int[Array, "b p"]
+    lengths: Int[Array, " b"]
+    seen: Bool[Array, "b v"]
+    stop_ids: Int[Array, " stop"]
+    limit: Int[Array, ""]
+
+
+class State(NamedTuple):
+    """Where a generation stands.
+
+    Attributes:
+        step: how many tokens the rows that go on have written.
+        cache: of all tokens but the last.
+        history: each row's prompt and what it wrote, then zeros.
+        log_probs: of what was written.
+        lengths: of the prompts.
+        counts: how many tokens each row has written.
+        done: which rows have ended.
+        seen: which tokens each row holds.
+        keys: for the draws, one a row.
+    """
+
+    step: Int[Array, ""]
+    cache: Cache
+    history: Int[Array, "b all"]
+    log_probs: Float[Array, "b new"]
+    lengths: Int[Array, " b"]
+    counts: Int[Array, " b"]
+    done: Bool[Array, " b"]
+    seen: Bool[Array, "b v"]
+    keys: Key[Array, " b"]
+
+
+def bucket(n: int) -> int:
+    """The length that room is made for: 16, 32, 64, 128 and then in steps of 128. All that fit share a compilation."""
+    return next((width for width in (16, 32, 64) if n <= width), -(-n // 128) * 128)
+
+
+def plan_generation(
+    config: GPTConfig,
+    prompts: Any,
+    lengths: Sequence[int] | np.ndarray | None,
+    max_new_tokens: int,
+    num_samples: int,
+    stop_ids: Sequence[int],
+    sliding: bool,
+    compute_dtype: Any,
+    block: BlockType,
+) -> tuple[Plan, Inputs]:
+    """Checks the arguments of `generate` and puts them into the form that the programs take."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if outside := [i for i in stop_ids if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"stop_ids names the token id {outside[0]}, outside the vocabulary of {config.vocab_size}")
+    tokens, row_lengths = pad_prompts(config, prompts, lengths)
+    longest = int(row_lengths.max())
+    beyond = longest + max_new_tokens > config.n_positions
+    if beyond and not sliding:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed n_positions={config.n_positions}; "
+            "ask for fewer, or for a sliding context (sliding=True)"
+        )
+    seen = np.zeros((len(tokens), config.vocab_size), bool)
+    kept = np.minimum(row_lengths, config.n_positions)
+    width = min(bucket(longest), config.n_positions)
+    context = np.zeros((len(tokens), width), np.int32)
+    for row, (length, keep) in enumerate(zip(row_lengths, kept, strict=True)):
+        seen[row, tokens[row, :length]] = True
+        context[row, :keep] = tokens[row, length - keep : length]
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    return (
+        Plan(config, block, dtype, bucket(max_new_tokens), num_samples, beyond),
+        Inputs(
+            jnp.asarray(context),
+            jnp.asarray(kept, jnp.int32),
+            jnp.asarray(seen),
+            jnp.asarray(list(stop_ids), jnp.int32),
+            jnp.asarray(max_new_tokens, jnp.int32),
+        ),
+    )
+
+
+def pad_prompts(config: GPTConfig, prompts: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as an array padded on the right, with the lengths of its rows; checked."""
+    if lengths is None:
+        rows = [np.asarray(prompt).reshape(-1) for prompt in prompts]
+        lengths = [len(row) for row in rows]
+        if not rows or min(lengths) == 0:
+            raise ValueError("each prompt needs at least one token, and there must be at least one prompt")
+        prompts = np.zeros((len(rows), max(lengths)), np.asarray(rows[0]).dtype)
+        for row, ids in enumerate(rows):
+            prompts[row, : len(ids)] = ids
+    tokens, lengths = np.asarray(prompts), np.asarray(lengths)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"prompts of shape {tokens.shape} and lengths of shape {lengths.shape} do not fit")
+    if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
+        raise ValueError(f"lengths must be from 1 to {tokens.shape[1]}, got {lengths.tolist()}")
+    check_tokens(config, tokens, np.arange(tokens.shape[1]) < lengths[:, None])
+    return tokens, lengths
+
+
+def start(
+    plan: Plan, weights: Weights, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None
+) -> State:
+    """Reads the prompts and writes the first token of every row."""
+    config, n = plan.config, plan.num_samples
+    b, p = inputs.tokens.shape
+    # A slot for every place of the padded prompt, and for all new tokens but the last, which is never read.
+    cache = init_cache(config, b, p + plan.new_width - 1, weights.unembed.dtype)
+    logits, cache = logits_after(plan, weights, inputs.tokens, inputs.lengths, cache, edit)
+    if n > 1:
+        logits, cache = jnp.repeat(logits, n, axis=0), repeat_rows(cache, n)
+        inputs = inputs._replace(
+            **{name: jnp.repeat(getattr(inputs, name), n, axis=0) for name in ("tokens", "lengths", "seen")}
+        )
+    rows = jnp.arange(b * n)
+    state = State(
+        step=jnp.zeros((), jnp.int32),
+        cache=cache,
+        history=jnp.pad(inputs.tokens, ((0, 0), (0, plan.new_width))),
+        log_probs=jnp.zeros((b * n, plan.new_width), jnp.float32),
+        lengths=inputs.lengths,
+        counts=jnp.zeros(b * n, jnp.int32),
+        done=jnp.zeros(b * n, bool),
+        seen=inputs.seen,
+        keys=jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
+    )
+    return _write(state, logits, sampling, inputs.stop_ids)
+
+
+def repeat_rows(cache: Cache, n: int) -> Cache:
+    """Each row n times."""
+    return cache._replace(
+        **{
+            name: jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), getattr(cache, name))
+            for name in ("keys", "values", "mask")
+        }
+    )
+
+
+def advance(
+    plan: Plan,
+    weights: Weights,
+    state: State,
+    sampling: Sampling,
+    stop_ids: Int[Array, " stop"],
+    until: Int[Array, ""],
+    edit: Edit | None,
+) -> State:
+    """Goes on until the rows have `until` tokens, or have all ended."""
+
+    def with_cache(state: State) -> State:
+        rows = jnp.arange(len(state.lengths))
+        last = state.history[rows, state.lengths + state.counts - 1]
+        # A row that has ended reads padding.
+        x, cache = read(plan.config, weights, last[:, None], ~state.done[:, None], state.cache, edit, plan.block)
+        logits = logits_of(plan.config, weights, x, edit)[:, 0]
+        return _write(state._replace(cache=cache), logits, sampling, stop_ids)
+
+    def with_window(state: State) -> State:
+        total, width = state.lengths + state.counts, plan.config.n_positions
+        window = jax.vmap(lambda row, first: jax.lax.dynamic_slice(row, (first,), (width,)))(
+            state.history, jnp.maximum(total - width, 0)
+        )
+        empty = init_cache(plan.config, len(total), width, weights.unembed.dtype)
+        logits, _ = logits_after(plan, weights, window, jnp.minimum(total, width), empty, edit)
+        return _write(state, logits, sampling, stop_ids)
+
+    def unfinished(limit: Any) -> Any:
+        return lambda state: (state.step < limit) & ~jnp.all(state.done)
+
+    # The token after a context of n_positions is the last that positions, and so keys and values, are good for.
+    fits = plan.config.n_positions - jnp.max(state.lengths) + 1
+    state = jax.lax.while_loop(unfinished(jnp.minimum(until, fits)), with_cache, state)
+    return jax.lax.while_loop(unfinished(until), with_window, state) if plan.windows else state
+
+
+def logits_after(
+    plan: Plan, weights: Weights, tokens: Array, lengths: Array, cache: Cache, edit: Edit | None
+) -> tuple[Float[Array, "b v"], Cache]:
+    """The logits after the last token of each row, of `lengths` tokens."""
+    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    x, cache = read(plan.config, weights, tokens, mask, cache, edit, plan.block)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return logits_of(plan.config, weights, last, edit)[:, 0], cache
+
+
+def _write(state: State, logits: Float[Array, "b v"], sampling: Sampling, stop_ids: Int[Array, " stop"]) -> State:
+    """Draws the next token of each row and writes it down."""
+    rows = jnp.arange(len(logits))
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, state.step))(state.keys)
+    new = sample(logits, keys, sampling, state.seen)
+    log_probs = -ops.cross_entropy(logits, new).astype(jnp.float32)
+    going = ~state.done
+    at = state.lengths + state.counts
+    return state._replace(
+        step=state.step + 1,
+        # A row that has ended writes beyond the end, which is dropped.
+        history=state.history.at[rows, jnp.where(going, at, state.history.shape[1])].set(new, mode="drop"),
+        log_probs=state.log_probs.at[:, state.step].set(jnp.where(going, log_probs, 0)),
+        counts=state.counts + going,
+        seen=state.seen.at[rows, new].max(going),
+        done=state.done | jnp.isin(new, stop_ids),
+    )
+
+
+def written(plan: Plan, state: State) -> Int[Array, "b new"]:
+    """The new tokens, 0 after a row's end."""
+    return jax.vmap(lambda row, first: jax.lax.dynamic_slice(row, (first,), (plan.new_width,)))(
+        state.history, state.lengths
+    )
