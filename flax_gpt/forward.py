@@ -106,7 +106,7 @@ def forward(  # type: ignore[misc]  # `options` above stands for the keywords be
         TypeError: tokens, mask or segment_ids are not integers.
     """
     capture = (capture,) if isinstance(capture, str) else tuple(capture)
-    ids, mask_rows, segments = _check(config, tokens, mask, segment_ids)
+    ids, mask_rows, segments = check_rows(config, tokens, mask, segment_ids)
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     run = _forward if edit is not None else _forward_jit
     logits, captured = run(
@@ -167,7 +167,7 @@ def token_log_probs(
         or to predict it from: at padding, and at the first token of a row or of a packed segment. A row's sum is
         therefore the log-probability of its text.
     """
-    ids, mask_rows, segments = _check(config, tokens, mask, segment_ids)
+    ids, mask_rows, segments = check_rows(config, tokens, mask, segment_ids)
     logits = forward(
         config,
         params,
@@ -191,10 +191,14 @@ def _scores(logits: Array, tokens: Array, mask: Array | None, segment_ids: Array
     return scores
 
 
-def _check(
+def check_rows(
     config: GPTConfig, tokens: Tokens, mask: Rows | None, segment_ids: Rows | None
 ) -> tuple[Int[Array, "b t"], Any, Any]:
-    """The three as arrays of one shape, mask and segment_ids on the host or the device as they came."""
+    """The three as arrays of one shape, mask and segment_ids on the host or the device as they came.
+
+    Raises:
+        TypeError, ValueError: as `forward`.
+    """
     mask_array = None if mask is None else _rows("mask", mask)
     segments = None if segment_ids is None else _rows("segment_ids", segment_ids)
     ids = check_tokens(config, tokens, mask_array)

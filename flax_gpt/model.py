@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t t"] | None = None, tap: Tap = no_tap
+        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t s"] | None = None, tap: Tap = no_tap
     ) -> Float[Array, "b t d"]:
         """Mixes information between positions; dropout on the pattern."""
         config = self.config
@@ -187,7 +187,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t t"] | None = None, tap: Tap = no_tap
+        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t s"] | None = None, tap: Tap = no_tap
     ) -> Float[Array, "b t d"]:
         """One layer: the residual stream in and out."""
         config = self.config
@@ -211,7 +211,7 @@ class PostLNBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t t"] | None = None, tap: Tap = no_tap
+        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t s"] | None = None, tap: Tap = no_tap
     ) -> Float[Array, "b t d"]:
         """One layer: the residual stream in and out."""
         config = self.config
@@ -235,7 +235,7 @@ class NoLNBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t t"] | None = None, tap: Tap = no_tap
+        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t s"] | None = None, tap: Tap = no_tap
     ) -> Float[Array, "b t d"]:
         """One layer: the residual stream in and out."""
         config = self.config
@@ -339,7 +339,7 @@ class GPT(nn.Module):
         return self.embedding.attend(x) if self.config.tie_word_embeddings else self.head(x)
 
     def _walk(
-        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t t"] | None, capture: Sequence[str], edit: Edit | None
+        self, x: Float[Array, "b t d"], visible: Bool[Array, "#b t s"] | None, capture: Sequence[str], edit: Edit | None
     ) -> tuple[Float[Array, "b t d"], dict[str, Array], list[str]]:
         """Through all the blocks: the stream that leaves the last, what was captured, the names of the sites."""
         config = self.config

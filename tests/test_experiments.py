@@ -39,3 +39,12 @@ def test_the_benchmark_of_a_sweep_prints_ratios():
 def test_the_benchmark_of_a_step_prints_a_time():
     result = json.loads(run("bench_train_step.py", "--rounds", "2", "--steps", "1").splitlines()[-1])
     assert all(value > 0 for value in result["milliseconds"].values())
+
+
+def test_the_benchmark_of_generation_prints_steps_and_ratios():
+    said = run("bench_generate.py", "--smoke", "--rounds", "2", "--new", "8")
+    result = json.loads(said.splitlines()[-1])
+    assert result["floor_ms"] > 0 < result["late_over_early"]
+    for batch in ("1", "8"):
+        assert all(step > 0 for step in result["steps_ms"][batch].values())
+        assert {"flax_gpt float32", "flax_gpt bfloat16"} <= result["steps_ms"][batch].keys()

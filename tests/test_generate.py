@@ -1,14 +1,15 @@
 """Generation: what is drawn from, when a row ends, and that rows, lengths and windows do not disturb each other."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_params
 
 import flax_gpt as fg
-from flax_gpt.generate import _generate, kept_tokens, sample
 
 CONFIG = fg.GPTConfig(
     vocab_size=13, n_positions=11, n_embd=10, n_layer=2, n_head=2, initializer_range=0.5,
@@ -29,58 +30,6 @@ def greedy_by_hand(params, prompt, steps):
         logits = fg.forward(CONFIG, params, [ids[-CONFIG.n_positions :]])
         ids.append(int(jnp.argmax(logits[0, -1])))
     return ids[len(prompt) :]
-
-
-@pytest.mark.parametrize(
-    ("probabilities", "top_p", "kept"),
-    [
-        ([0.5, 0.3, 0.2], 0.3, 1), ([0.5, 0.3, 0.2], 0.5, 1), ([0.5, 0.3, 0.2], 0.6, 2), ([0.5, 0.3, 0.2], 0.8, 2),
-        ([0.5, 0.3, 0.2], 1.0, 3), ([0.5, 0.3, 0.2], 0.0, 1), ([0.4, 0.3, 0.2, 0.1], 0.3, 1),
-        ([0.4, 0.3, 0.2, 0.1], 0.5, 2), ([0.4, 0.3, 0.2, 0.1], 0.7, 2), ([0.4, 0.3, 0.2, 0.1], 0.8, 3),
-    ],
-)  # fmt: skip
-def test_top_p_keeps_the_smallest_set_that_reaches_p(probabilities, top_p, kept):
-    order = np.random.default_rng(0).permutation(len(probabilities))
-    logits = jnp.log(jnp.asarray([probabilities]))[:, order]
-    expected = np.isin(order, np.arange(kept))
-    np.testing.assert_array_equal(kept_tokens(logits, 0, top_p)[0], expected)
-
-
-@pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (2, 2), (4, 4), (0, 4), (9, 4)])
-def test_top_k_keeps_k_or_all(top_k, kept):
-    logits = jnp.asarray([[0.1, 0.4, 0.2, 0.3]])
-    assert kept_tokens(logits, top_k, 1.0).sum() == kept
-    assert kept_tokens(logits, top_k, 1.0)[0, 1]
-
-
-def test_ties_keep_the_lower_ids():
-    np.testing.assert_array_equal(kept_tokens(jnp.zeros((1, 5)), 2, 1.0)[0], [True, True, False, False, False])
-    np.testing.assert_array_equal(kept_tokens(jnp.zeros((1, 5)), 0, 0.5)[0], [True, True, True, False, False])
-
-
-def test_top_p_counts_what_top_k_leaves():
-    """Of [.4 .3 .2 .1] top-k 2 leaves [4/7 3/7]: 0.5 is then reached by the first alone."""
-    logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
-    np.testing.assert_array_equal(kept_tokens(logits, 2, 0.5)[0], [True, False, False, False])
-
-
-def test_draws_follow_the_tempered_and_filtered_distribution():
-    n = 20_000
-    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))
-    drawn = sample(
-        jnp.broadcast_to(logits, (n, 4)), jax.random.split(jax.random.key(0), n), jnp.full(n, 0.5), jnp.int32(3), 1.0
-    )
-    expected = np.array([0.16, 0.09, 0.04, 0]) / 0.29
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / n, expected, atol=4 * np.sqrt(0.25 / n))
-
-
-def test_temperature_zero_is_argmax_row_by_row():
-    logits = jnp.asarray([[0.0, 5.0, 1.0], [0.0, 0.1, 0.2]])
-    keys = jax.random.split(jax.random.key(0), 200)
-    temperatures = jnp.asarray([0.0, 100.0])
-    drawn = jax.vmap(lambda key: sample(logits, jax.random.split(key, 2), temperatures, 0, 1.0))(keys)
-    assert set(drawn[:, 0].tolist()) == {1}
-    assert set(drawn[:, 1].tolist()) == {0, 1, 2}
 
 
 def test_greedy_equals_one_forward_pass_a_token(params):
@@ -131,14 +80,19 @@ def test_a_row_ends_with_its_stop_id(params):
 
 
 def test_lengths_and_settings_do_not_recompile(params):
-    _generate.clear_cache()
-    for i, length in enumerate(range(1, 8)):
+    config = dataclasses.replace(CONFIG, n_positions=32)
+    params = fg.init_params(config, jax.random.key(0))
+    program = sys.modules["flax_gpt.generation.generate"]._run_jit
+    program.clear_cache()
+    for i in range(10):
         fg.generate(
-            CONFIG, params, [[1] * length], 4, temperature=0.1 * i, top_k=i, top_p=1 - 0.1 * i, key=jax.random.key(i)
-        )
-    assert _generate._cache_size() == 1
+            config, params, [[1] * (7 + i)], 7 + i, temperature=0.1 * i, top_k=i, top_p=1 - 0.1 * i, min_p=0.1 * i,
+            repetition_penalty=1 + 0.1 * i, logit_bias={i: 0.1}, key=jax.random.key(i), stop_ids=[i],
+        )  # fmt: skip
+    assert program._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_an_ensemble_generates_under_vmap(params):
     other = fg.init_params(CONFIG, jax.random.key(1))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, other)
@@ -158,7 +112,9 @@ def test_an_ensemble_generates_under_vmap(params):
         ({"max_new_tokens": 8}, "a prompt of 4 tokens and 8 new ones exceed n_positions=11"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, "temperature must be finite and not negative, got -0.1"),
-        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"top_k": -1}, "top_k must be not negative, got -1"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"stop_ids": [13]}, "stop_ids names the token id 13, outside the vocabulary of 13"),
         ({"top_p": 1.1}, "top_p must be from 0 to 1, got 1.1"),
         ({"key": None}, "needs a key"),
     ],
@@ -167,6 +123,113 @@ def test_bad_arguments_are_refused(params, arguments, message):
     call = {"prompts": PROMPTS, "max_new_tokens": 3, "key": jax.random.key(0), **arguments}
     with pytest.raises(ValueError, match=message):
         fg.generate(CONFIG, params, **call)
+
+
+def test_log_probs_are_the_models_own(params):
+    written = fg.generate(CONFIG, params, PROMPTS, 7, temperature=2.0, top_k=5, key=jax.random.key(0), stop_ids=[2, 3])
+    assert min(written.lengths.tolist()) < 7
+    for row, prompt in enumerate(PROMPTS):
+        n = int(written.lengths[row])
+        text = [*prompt, *written.tokens[row, :n].tolist()]
+        expected = fg.token_log_probs(CONFIG, params, [text])[0, len(prompt) - 1 :]
+        np.testing.assert_allclose(written.log_probs[row, :n], expected, atol=1e-5)
+        assert not written.log_probs[row, n:].any()
+
+
+@pytest.mark.slow
+def test_samples_of_a_prompt_are_rows_of_their_own(params):
+    key = jax.random.key(5)
+    several = fg.generate(CONFIG, params, PROMPTS, 7, num_samples=3, key=key, temperature=[1.0, 2.0, 0.0] * 3)
+    rows = fg.generate(
+        CONFIG, params, [prompt for prompt in PROMPTS for _ in range(3)], 7, key=key, temperature=[1.0, 2.0, 0.0] * 3
+    )
+    np.testing.assert_array_equal(several.tokens, rows.tokens)
+    assert len({tuple(row) for row in several.tokens.tolist()}) > 6
+
+
+def test_rows_may_have_settings_of_their_own(params):
+    written = fg.generate(
+        CONFIG, params, PROMPTS, 7, temperature=[0.0, 1.0, 1.0], top_k=[0, 1, 0], key=jax.random.key(0)
+    )
+    greedy = fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0).tokens
+    np.testing.assert_array_equal(written.tokens[:2], greedy[:2])
+    assert written.tokens[2].tolist() != greedy[2].tolist()
+
+
+def test_a_repetition_penalty_counts_prompt_and_new_tokens(params):
+    written = fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, repetition_penalty=1.7)
+    for row, prompt in enumerate(PROMPTS):
+        ids = list(prompt)
+        for _ in range(7):
+            logits = np.array(fg.forward(CONFIG, params, [ids])[0, -1])
+            for i in set(ids):
+                logits[i] *= 1.7 if logits[i] < 0 else 1 / 1.7
+            ids.append(int(logits.argmax()))
+        assert written.tokens[row].tolist() == ids[len(prompt) :]
+    assert not np.array_equal(written.tokens, fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0).tokens)
+
+
+def test_an_edit_steers(params):
+    def steer(strength):
+        def edit(site, layer, value):
+            return value.at[..., 3].add(jnp.where(layer == 1, strength, 0.0)) if site == "resid_post" else value
+
+        return fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, edit=edit).tokens
+
+    steered = steer(50.0)
+    assert not np.array_equal(steered, fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0).tokens)
+    # The same by hand: one edited forward pass a token.
+    ids = list(PROMPTS[1])
+    for _ in range(7):
+        logits = fg.forward(
+            CONFIG, params, [ids],
+            edit=lambda site, layer, x: x.at[..., 3].add(jnp.where(layer == 1, 50.0, 0)) if site == "resid_post" else x,
+        )  # fmt: skip
+        ids.append(int(jnp.argmax(logits[0, -1])))
+    assert steered[1].tolist() == ids[4:]
+
+
+@pytest.mark.slow
+def test_an_edit_may_close_over_traced_values(params):
+    def steer(strength):
+        def edit(site, layer, value):
+            return value.at[..., 3].add(jnp.where(layer == 1, strength, 0.0)) if site == "resid_post" else value
+
+        return fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, edit=edit).tokens
+
+    swept = jax.jit(jax.vmap(steer))(jnp.asarray([0.0, 50.0]))
+    np.testing.assert_array_equal(swept[0], fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0).tokens)
+    np.testing.assert_array_equal(swept[1], steer(50.0))
+
+
+@pytest.mark.slow
+def test_it_can_be_jitted_and_vmapped_over_keys(params):
+    keys = jax.random.split(jax.random.key(0), 4)
+    many = jax.jit(jax.vmap(lambda key: fg.generate(CONFIG, params, PROMPTS, 7, key=key).tokens))(keys)
+    for key, tokens in zip(keys, many, strict=True):
+        np.testing.assert_array_equal(tokens, fg.generate(CONFIG, params, PROMPTS, 7, key=key).tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [fg.PostLNBlock, fg.NoLNBlock])
+def test_other_blocks_generate(block):
+    params = random_params(CONFIG, block=block)
+    written = fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, block=block)
+    ids = list(PROMPTS[1])
+    for _ in range(7):
+        ids.append(int(jnp.argmax(fg.forward(CONFIG, params, [ids], block=block)[0, -1])))
+    assert written.tokens[1].tolist() == ids[4:]
+
+
+@pytest.mark.slow
+def test_bfloat16_generates_nearly_the_same(params):
+    written = fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, compute_dtype=jnp.bfloat16)
+    for row, prompt in enumerate(PROMPTS):
+        text = [*prompt, *written.tokens[row].tolist()]
+        logits = fg.forward(CONFIG, params, [text])[0, len(prompt) - 1 : -1]
+        chosen = jnp.take_along_axis(logits, written.tokens[row][:, None], axis=-1)[:, 0]
+        # What it chose is the likeliest, to within the rounding of bfloat16.
+        assert (logits.max(-1) - chosen).max() < 0.05 * jnp.abs(logits).max()
 
 
 def test_dropout_is_off(params):

@@ -19,7 +19,7 @@ from flax_gpt.accounting import count_params
 from flax_gpt.cli.train_args import Args, parse
 from flax_gpt.config import GPTConfig
 from flax_gpt.forward import Params
-from flax_gpt.generate import generate
+from flax_gpt.generation import generate
 from flax_gpt.model import BLOCKS, BlockType, block_name
 from flax_gpt.training import run
 from flax_gpt.training.checkpoint import has_checkpoints
@@ -264,7 +264,7 @@ def draw_curve(folder: Path, name: str, lines: list[Line], optimum: float | None
     return str(folder / run.PLOT_FILE)
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Prints; a sample may hold characters that the terminal's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    print(text.encode(encoding, errors="replace").decode(encoding), end=end, flush=True)

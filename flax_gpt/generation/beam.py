@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_gpt.config import GPTConfig
 from flax_gpt.forward import Params
-from flax_gpt.generation.cache import Cache, init_cache, logits_of, prepare, read
-from flax_gpt.generation.decode import Inputs, Plan, Prompts, logits_after, plan_generation, repeat_rows
+from flax_gpt.generation.cache import Cache, logits_of, prepare, read
+from flax_gpt.generation.decode import Inputs, Plan, Prompts, plan_generation, start
 from flax_gpt.model import Block, BlockType
 
 # What stands for "not to be chosen"; finite, so that sums of it stay comparable.
@@ -62,15 +62,13 @@ def beam_search(
         early_stopping: end as soon as there are num_beams complete ones.
 
     Raises:
-        ValueError: as `generate`; num_beams is below 1.
+        ValueError: as `generate`; num_beams is below 1 or above the vocabulary's size.
     """
-    if num_beams < 1:
-        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+    if not 1 <= num_beams <= config.vocab_size:
+        raise ValueError(f"num_beams must be from 1 to the vocabulary's {config.vocab_size}, got {num_beams}")
     plan, inputs = plan_generation(
-        config, prompts, lengths, max_new_tokens, num_beams, stop_ids, False, compute_dtype, block
+        config, prompts, lengths, max_new_tokens, num_beams, stop_ids, None, compute_dtype, block
     )
-    if num_beams > config.vocab_size // max(2, 1 + len(stop_ids)):
-        raise ValueError(f"num_beams={num_beams} are too many for a vocabulary of {config.vocab_size}")
     found = _search(plan, params, inputs, jnp.asarray(length_penalty, jnp.float32), jnp.asarray(early_stopping))
     return found._replace(tokens=found.tokens[..., :max_new_tokens])
 
@@ -92,10 +90,9 @@ def _search(
     plan: Plan, params: Params, inputs: Inputs, length_penalty: Float[Array, ""], early_stopping: Bool[Array, ""]
 ) -> Beams:
     config, n = plan.config, plan.num_samples
-    b, p = inputs.tokens.shape
+    b = len(inputs.tokens)
     weights = prepare(config, params, plan.compute_dtype)
-    cache = init_cache(config, b, p + plan.new_width - 1, weights.unembed.dtype)
-    logits, cache = logits_after(plan, weights, inputs.tokens, inputs.lengths, cache, None)
+    begun = start(plan, weights, inputs, jax.random.key(0), None)  # which draws nothing
 
     def gather(x: Array, index: Array) -> Array:
         return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
@@ -106,7 +103,7 @@ def _search(
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, n, v)
         totals = (state.running_scores[..., None] + log_probs).reshape(b, n * v)
         # So many that n go on even if each beam's likeliest tokens are the stop ids.
-        candidates = max(2, 1 + len(inputs.stop_ids)) * n
+        candidates = min(1 + len(inputs.stop_ids), v) * n
         scores, index = jax.lax.top_k(totals, candidates)
         parents, new = index // v, (index % v).astype(jnp.int32)
         texts = gather(state.running, parents).at[:, :, step].set(new)
@@ -147,13 +144,14 @@ def _search(
         return open_ & (state.step < inputs.limit)
 
     def step(state: _State) -> _State:
-        last = state.running[:, :, state.step - 1].reshape(b * n, 1)
-        x, cache = read(config, weights, last, jnp.ones(last.shape, bool), state.cache, None, plan.block)
+        new = state.running.reshape(b * n, -1)[:, state.step - 1]
+        last = jnp.where(state.step > 0, new, begun.history[jnp.arange(b * n), begun.lengths - 1])
+        x, cache = read(config, weights, last[:, None], jnp.ones((b * n, 1), bool), state.cache, None, plan.block)
         return extend(state._replace(cache=cache), logits_of(config, weights, x, None)[:, 0])
 
     state = _State(
         step=jnp.zeros((), jnp.int32),
-        cache=repeat_rows(cache, n),
+        cache=begun.cache,
         running=jnp.zeros((b, n, plan.new_width), jnp.int32),
         # All begin alike: but one of them would only be drawn n times.
         running_scores=jnp.broadcast_to(jnp.where(jnp.arange(n) == 0, 0.0, _NEVER), (b, n)),
@@ -163,6 +161,6 @@ def _search(
         complete=jnp.zeros((b, n), bool),
         improvable=jnp.ones(b, bool),
     )
-    state = jax.lax.while_loop(unfinished, step, extend(state, jnp.repeat(logits, n, axis=0)))
+    state = jax.lax.while_loop(unfinished, step, state)
     new = jnp.arange(plan.new_width) < state.found.lengths[..., None]
     return state.found._replace(tokens=jnp.where(new, state.found.tokens, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,13 +117,15 @@ def forward_cached(
     """
     ids, mask_rows, _ = check_rows(config, tokens, mask, None)
     b, s = cache.mask.shape
-    if len(ids) != b or len(cache.keys) != config.n_layer:
+    if ids.shape[0] != b or len(cache.keys) != config.n_layer:
         raise ValueError(
-            f"tokens of {len(ids)} rows for {config.n_layer} layers do not fit a cache of {b} rows and "
+            f"tokens of {ids.shape[0]} rows for {config.n_layer} layers do not fit a cache of {b} rows and "
             f"{len(cache.keys)} layers"
         )
     if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids.shape[1] > s:
-        raise ValueError(f"{ids.shape[1]} tokens more do not fit a cache of {s} slots, {int(cache.length)} of them taken")
+        raise ValueError(
+            f"{ids.shape[1]} tokens more do not fit a cache of {s} slots, {int(cache.length)} of them taken"
+        )
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     run = _forward_cached if edit is not None else _forward_cached_jit
     return run(config, params, ids, cache, mask_rows, edit, dtype, block)
@@ -161,7 +164,7 @@ def read(
     start = cache.length
     before = jnp.sum(cache.mask, axis=1, keepdims=True)
     positions = jnp.maximum(before + jnp.cumsum(mask, axis=1) - 1, 0)
-    slots = jax.lax.dynamic_update_slice(cache.mask, mask, (0, start))
+    slots = jax.lax.dynamic_update_slice_in_dim(cache.mask, mask, start, axis=1)
     # A slot is seen from itself and from those after it, the slots of padding neither see nor are seen.
     causal = jnp.arange(s) <= (start + jnp.arange(t))[:, None]
     visible = slots[:, None, :] & causal & mask[:, :, None]
@@ -169,14 +172,14 @@ def read(
     tap = no_tap if edit is None else Recorder((), edit)
     embedding = Embedding(config)
     tokens = jnp.where(mask, tokens, 0)
-    x = tap("embed", embedding.apply({"params": weights.embedding}, tokens, positions, weights.unembed.dtype))
+    x = tap("embed", _apply(embedding, weights.embedding, tokens, positions, weights.unembed.dtype))
     # dynamic_update_slice would write to the last slots that there are.
     x = jnp.where(start + t > s, jnp.nan, x)
     layer_of = block(config, parent=None)  # type: ignore[call-arg]  # every linen module takes `parent`
     keys, values = [], []
     for index, (params, k, v) in enumerate(zip(weights.blocks, cache.keys, cache.values, strict=True)):
         slots_tap = _Slots(k, v, start, no_tap if edit is None else Recorder((), edit, np.int32(index)))
-        x = layer_of.apply({"params": params}, x, visible, slots_tap)  # type: ignore[assignment]
+        x = _apply(layer_of, params, x, visible, slots_tap)
         if slots_tap.missing:
             raise ValueError(
                 f"{type(layer_of).__name__} cannot be decoded with a cache: it does not pass its "
@@ -192,13 +195,17 @@ def logits_of(
 ) -> Float[Array, "b t v"]:
     """Final LayerNorm and head of what `read` gave."""
     tap = no_tap if edit is None else Recorder((), edit)
-    x = tap("ln_f", LayerNorm(config).apply({"params": weights.ln_f}, x))
+    x = tap("ln_f", _apply(LayerNorm(config), weights.ln_f, x))
     if config.tie_word_embeddings:
         tables = {"wte": weights.unembed, "wpe": weights.embedding["wpe"]}
-        logits = Embedding(config).apply({"params": tables}, x, method="attend")
+        logits = _apply(Embedding(config), tables, x, method="attend")
     else:
-        logits = Head(config).apply({"params": {"kernel": weights.unembed}}, x)
+        logits = _apply(Head(config), {"kernel": weights.unembed}, x)
     return tap("logits", logits)
+
+
+def _apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:
+    return module.apply({"params": params}, *args, **options)
 
 
 class _Slots:
@@ -213,7 +220,7 @@ class _Slots:
         if site not in self._cached:
             return value
         cached = self._cached[site]
-        self.kept[site] = jax.lax.dynamic_update_slice(cached, value.astype(cached.dtype), (0, self._start, 0, 0))
+        self.kept[site] = jax.lax.dynamic_update_slice_in_dim(cached, value.astype(cached.dtype), self._start, axis=1)
         return self.kept[site].astype(value.dtype)
 
     @property

@@ -64,7 +64,7 @@ class State(NamedTuple):
 
     Attributes:
         step: how many tokens the rows that go on have written.
-        cache: of all tokens but the last.
+        cache: of all tokens but the last of each row.
         history: each row's prompt and what it wrote, then zeros.
         log_probs: of what was written.
         lengths: of the prompts.
@@ -97,11 +97,14 @@ def plan_generation(
     max_new_tokens: int,
     num_samples: int,
     stop_ids: Sequence[int],
-    sliding: bool,
+    sliding: bool | None,
     compute_dtype: Any,
     block: BlockType,
 ) -> tuple[Plan, Inputs]:
-    """Checks the arguments of `generate` and puts them into the form that the programs take."""
+    """Checks the arguments of `generate` and puts them into the form that the programs take.
+
+    A `sliding` of None is that of a caller which cannot slide.
+    """
     for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -113,7 +116,7 @@ def plan_generation(
     if beyond and not sliding:
         raise ValueError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed n_positions={config.n_positions}; "
-            "ask for fewer, or for a sliding context (sliding=True)"
+            f"ask for fewer{'' if sliding is None else ', or for a sliding context (sliding=True)'}"
         )
     seen = np.zeros((len(tokens), config.vocab_size), bool)
     kept = np.minimum(row_lengths, config.n_positions)
@@ -129,7 +132,8 @@ def plan_generation(
             jnp.asarray(context),
             jnp.asarray(kept, jnp.int32),
             jnp.asarray(seen),
-            jnp.asarray(list(stop_ids), jnp.int32),
+            # In fours, filled up with what is no id, so that more of them seldom compile anything.
+            jnp.asarray([*stop_ids, *(-1,) * (-len(stop_ids) % 4 or (0 if stop_ids else 4))], jnp.int32),
             jnp.asarray(max_new_tokens, jnp.int32),
         ),
     )
@@ -154,33 +158,26 @@ def pad_prompts(config: GPTConfig, prompts: Any, lengths: Any) -> tuple[np.ndarr
     return tokens, lengths
 
 
-def start(
-    plan: Plan, weights: Weights, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None
-) -> State:
-    """Reads the prompts and writes the first token of every row."""
-    config, n = plan.config, plan.num_samples
+def start(plan: Plan, weights: Weights, inputs: Inputs, key: Key[Array, ""], edit: Edit | None) -> State:
+    """Reads the prompts, but for the last token of each, which the first step of `advance` reads."""
     b, p = inputs.tokens.shape
-    # A slot for every place of the padded prompt, and for all new tokens but the last, which is never read.
-    cache = init_cache(config, b, p + plan.new_width - 1, weights.unembed.dtype)
-    logits, cache = logits_after(plan, weights, inputs.tokens, inputs.lengths, cache, edit)
-    if n > 1:
-        logits, cache = jnp.repeat(logits, n, axis=0), repeat_rows(cache, n)
-        inputs = inputs._replace(
-            **{name: jnp.repeat(getattr(inputs, name), n, axis=0) for name in ("tokens", "lengths", "seen")}
-        )
+    cache = init_cache(plan.config, b, p + plan.new_width, weights.unembed.dtype)
+    mask = jnp.arange(p) < (inputs.lengths - 1)[:, None]
+    _, cache = read(plan.config, weights, inputs.tokens, mask, cache, edit, plan.block)
+    n = plan.num_samples
     rows = jnp.arange(b * n)
-    state = State(
+    tokens, lengths, seen = (jnp.repeat(x, n, axis=0) for x in (inputs.tokens, inputs.lengths, inputs.seen))
+    return State(
         step=jnp.zeros((), jnp.int32),
-        cache=cache,
-        history=jnp.pad(inputs.tokens, ((0, 0), (0, plan.new_width))),
+        cache=repeat_rows(cache, n),
+        history=jnp.pad(tokens, ((0, 0), (0, plan.new_width))),
         log_probs=jnp.zeros((b * n, plan.new_width), jnp.float32),
-        lengths=inputs.lengths,
+        lengths=lengths,
         counts=jnp.zeros(b * n, jnp.int32),
         done=jnp.zeros(b * n, bool),
-        seen=inputs.seen,
+        seen=seen,
         keys=jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
     )
-    return _write(state, logits, sampling, inputs.stop_ids)
 
 
 def repeat_rows(cache: Cache, n: int) -> Cache:
@@ -203,41 +200,33 @@ def advance(
     edit: Edit | None,
 ) -> State:
     """Goes on until the rows have `until` tokens, or have all ended."""
+    config, rows = plan.config, jnp.arange(len(state.lengths))
 
     def with_cache(state: State) -> State:
-        rows = jnp.arange(len(state.lengths))
         last = state.history[rows, state.lengths + state.counts - 1]
         # A row that has ended reads padding.
-        x, cache = read(plan.config, weights, last[:, None], ~state.done[:, None], state.cache, edit, plan.block)
-        logits = logits_of(plan.config, weights, x, edit)[:, 0]
+        x, cache = read(config, weights, last[:, None], ~state.done[:, None], state.cache, edit, plan.block)
+        logits = logits_of(config, weights, x, edit)[:, 0]
         return _write(state._replace(cache=cache), logits, sampling, stop_ids)
 
     def with_window(state: State) -> State:
-        total, width = state.lengths + state.counts, plan.config.n_positions
-        window = jax.vmap(lambda row, first: jax.lax.dynamic_slice(row, (first,), (width,)))(
+        total, width = state.lengths + state.counts, config.n_positions
+        tokens = jax.vmap(lambda row, first: jax.lax.dynamic_slice(row, (first,), (width,)))(
             state.history, jnp.maximum(total - width, 0)
         )
-        empty = init_cache(plan.config, len(total), width, weights.unembed.dtype)
-        logits, _ = logits_after(plan, weights, window, jnp.minimum(total, width), empty, edit)
+        n = jnp.minimum(total, width)
+        empty = init_cache(config, len(rows), width, weights.unembed.dtype)
+        x, _ = read(config, weights, tokens, jnp.arange(width) < n[:, None], empty, edit, plan.block)
+        logits = logits_of(config, weights, jnp.take_along_axis(x, (n - 1)[:, None, None], axis=1), edit)[:, 0]
         return _write(state, logits, sampling, stop_ids)
 
     def unfinished(limit: Any) -> Any:
         return lambda state: (state.step < limit) & ~jnp.all(state.done)
 
     # The token after a context of n_positions is the last that positions, and so keys and values, are good for.
-    fits = plan.config.n_positions - jnp.max(state.lengths) + 1
+    fits = config.n_positions - jnp.max(state.lengths) + 1
     state = jax.lax.while_loop(unfinished(jnp.minimum(until, fits)), with_cache, state)
     return jax.lax.while_loop(unfinished(until), with_window, state) if plan.windows else state
-
-
-def logits_after(
-    plan: Plan, weights: Weights, tokens: Array, lengths: Array, cache: Cache, edit: Edit | None
-) -> tuple[Float[Array, "b v"], Cache]:
-    """The logits after the last token of each row, of `lengths` tokens."""
-    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    x, cache = read(plan.config, weights, tokens, mask, cache, edit, plan.block)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return logits_of(plan.config, weights, last, edit)[:, 0], cache
 
 
 def _write(state: State, logits: Float[Array, "b v"], sampling: Sampling, stop_ids: Int[Array, " stop"]) -> State:

@@ -16,7 +16,7 @@ from flax_gpt.config import GPTConfig
 from flax_gpt.data.tokenizer import Tokenizer
 from flax_gpt.forward import Params
 from flax_gpt.generation.cache import Weights, prepare
-from flax_gpt.generation.decode import Inputs, Plan, Prompts, advance, plan_generation, start, written
+from flax_gpt.generation.decode import Inputs, Plan, Prompts, State, advance, plan_generation, start, written
 from flax_gpt.generation.sampling import PerRow, Sampling, make_sampling
 from flax_gpt.model import Block, BlockType
 
@@ -46,7 +46,7 @@ def generate(
     lengths: Sequence[int] | np.ndarray | None = None,
     num_samples: int = 1,
     temperature: PerRow = 1.0,
-    top_k: int | Sequence[int] | np.ndarray | None = None,
+    top_k: int | Sequence[int] | np.ndarray | Int[Array, " b"] | None = None,
     top_p: PerRow | None = None,
     min_p: PerRow | None = None,
     repetition_penalty: PerRow | None = None,
@@ -122,7 +122,7 @@ def _run(
     plan: Plan, params: Params, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None = None
 ) -> tuple[Array, Array, Array]:
     weights = prepare(plan.config, params, plan.compute_dtype)
-    state = start(plan, weights, inputs, sampling, key, edit)
+    state = start(plan, weights, inputs, key, edit)
     state = advance(plan, weights, state, sampling, inputs.stop_ids, inputs.limit, edit)
     return written(plan, state), state.counts, state.log_probs
 
@@ -154,8 +154,8 @@ def _until_strings(
         if decoder.finished:
             break
     tokens = np.zeros((len(counts), max_new_tokens), np.int32)
-    for row, count in enumerate(counts):
-        tokens[row, :count] = texts[row][:count]
+    for index, count in enumerate(counts):
+        tokens[index, :count] = texts[index][:count]
     log_probs = np.asarray(decoder.state.log_probs)[:, :max_new_tokens]
     log_probs = np.where(np.arange(max_new_tokens) < counts[:, None], log_probs, 0)
     return Generation(jnp.asarray(tokens), jnp.asarray(counts), jnp.asarray(log_probs))
@@ -198,7 +198,7 @@ class Decoder:
         self._plan, self._inputs, self._sampling = plan, inputs, sampling
         self._advance = _advance_jit if edit is None else jax.jit(functools.partial(advance, edit=edit), **_ADVANCE)
         first = _start_jit if edit is None else jax.jit(functools.partial(_start, edit=edit), static_argnames="plan")
-        self._weights, self.state = first(plan, params, inputs, sampling, key)
+        self._weights, self.state = first(plan, params, inputs, key)
 
     def advance(self, until: int) -> None:
         """Goes on until the rows have so many tokens, or have all ended."""
@@ -223,10 +223,10 @@ class Decoder:
 
 
 def _start(
-    plan: Plan, params: Params, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None = None
+    plan: Plan, params: Params, inputs: Inputs, key: Key[Array, ""], edit: Edit | None = None
 ) -> tuple[Weights, State]:
     weights = prepare(plan.config, params, plan.compute_dtype)
-    return weights, start(plan, weights, inputs, sampling, key, edit)
+    return weights, start(plan, weights, inputs, key, edit)
 
 
 _start_jit = jax.jit(_start, static_argnames=("plan", "edit"))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from flax_gpt import ops
 
-PerRow: TypeAlias = float | Sequence[float] | np.ndarray | Float[Array, " b"]
+PerRow: TypeAlias = float | int | Sequence[float | int] | np.ndarray | Float[Array, " b"]
 
 
 class Sampling(NamedTuple):
@@ -34,7 +34,7 @@ def make_sampling(
     b: int,
     vocab_size: int,
     temperature: PerRow = 1.0,
-    top_k: int | Sequence[int] | np.ndarray | None = None,
+    top_k: int | Sequence[int] | np.ndarray | Int[Array, " b"] | None = None,
     top_p: PerRow | None = None,
     min_p: PerRow | None = None,
     repetition_penalty: PerRow | None = None,
@@ -130,9 +130,7 @@ def sample(
     return jax.lax.cond(jnp.all(cold), lambda: likeliest, lambda: jnp.where(cold, likeliest, draw()))
 
 
-def adjusted_logits(
-    logits: Float[Array, "b v"], sampling: Sampling, seen: Bool[Array, "b v"]
-) -> Float[Array, "b v"]:
+def adjusted_logits(logits: Float[Array, "b v"], sampling: Sampling, seen: Bool[Array, "b v"]) -> Float[Array, "b v"]:
     """Logits with bias and repetition penalty."""
     logits = logits + sampling.logit_bias
     penalty = sampling.repetition_penalty[:, None]

@@ -17,6 +17,8 @@ from flax_gpt.generation.generate import Decoder, check_key
 from flax_gpt.generation.sampling import PerRow, make_sampling
 from flax_gpt.model import Block, BlockType
 
+# How an id is spelt depends on so many before it and no more: as many as a character has bytes.
+_CONTEXT = 4
 _HALF = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 
 
@@ -40,8 +42,11 @@ def stream(
     edit: Edit | None = None,
     compute_dtype: Any = None,
     block: BlockType = Block,
-) -> Iterator[str]:
+) -> Stream:
     """The text that continues a prompt, piece by piece as its tokens are drawn: what `generate` writes in its one row.
+
+        for piece in fg.stream(config, params, "Once", tokenizer, 100, key=jax.random.key(0)):
+            print(piece, end="", flush=True)
 
     Args:
         config, params, max_new_tokens, and all that is not named here: as of `generate`.
@@ -50,8 +55,8 @@ def stream(
         stop_ids: the text ends before the first of these.
         stop_strings: the text ends before the first of these.
 
-    Yields:
-        Pieces of the text, not empty, as soon as their characters are whole.
+    Returns:
+        An iterator of pieces of the text, none of them empty, each as soon as its characters are whole.
 
     Raises:
         ValueError: as `generate`.
@@ -62,21 +67,37 @@ def stream(
         1, config.vocab_size, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, tokenizer.vocab_size
     )
     decoder = Decoder(plan, params, inputs, sampling, check_key(key, temperature), edit)
-    return _pieces(decoder, TextPieces(tokenizer, ids, stop_strings), max_new_tokens, frozenset(stop_ids))
+    return Stream(decoder, TextPieces(tokenizer, ids, stop_strings), max_new_tokens, frozenset(stop_ids))
 
 
-def _pieces(decoder: Decoder, pieces: TextPieces, max_new_tokens: int, stop_ids: frozenset[int]) -> Iterator[str]:
-    for until in range(1, max_new_tokens + 1):
-        decoder.advance(until)  # the first is written already
-        new = int(decoder.tokens()[0][-1])
-        if new in stop_ids:
-            break
-        if piece := pieces.feed(new):
+class Stream(Iterator[str]):
+    """What `stream` returns.
+
+    Attributes:
+        tokens: the ids drawn so far, a stop id included.
+    """
+
+    def __init__(self, decoder: Decoder, pieces: TextPieces, max_new_tokens: int, stop_ids: frozenset[int]) -> None:
+        self.tokens: list[int] = []
+        self._texts = self._run(decoder, pieces, max_new_tokens, stop_ids)
+
+    def __next__(self) -> str:
+        return next(self._texts)
+
+    def _run(
+        self, decoder: Decoder, pieces: TextPieces, max_new_tokens: int, stop_ids: frozenset[int]
+    ) -> Iterator[str]:
+        for until in range(1, max_new_tokens + 1):
+            decoder.advance(until)
+            self.tokens = decoder.tokens()[0].tolist()
+            if self.tokens[-1] in stop_ids:
+                break
+            if piece := pieces.feed(self.tokens[-1]):
+                yield piece
+            if pieces.ended:
+                return
+        if piece := pieces.flush():
             yield piece
-        if pieces.ended:
-            return
-    if piece := pieces.flush():
-        yield piece
 
 
 class TextPieces:
@@ -90,8 +111,7 @@ class TextPieces:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray, stop_strings: Sequence[str] = ()):
         self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
-        # Of what went before, as much as a character may take: how the next text is spelt depends on it alone.
-        self._ids = [int(i) for i in context[-4:]]
+        self._ids = [int(i) for i in context[-_CONTEXT:]]
         self._read, self._held = len(self._ids), ""
         self.ended = False
 
@@ -111,7 +131,7 @@ class TextPieces:
         """The text after the part that was read; what was read becomes the context of what follows."""
         context = self._tokenizer.decode(self._ids[: self._read]).rstrip(_HALF)
         text = self._text_of_ids()[len(context) :]
-        self._ids = self._ids[self._read :]
+        self._ids = self._ids[-_CONTEXT:]
         self._read = len(self._ids)
         return text
 
