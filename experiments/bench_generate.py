@@ -54,16 +54,12 @@ def hugging_face(config: fg.GPTConfig, prompts: np.ndarray, new: int, dtype: str
 
 
 def bandwidth() -> float:
-    """Bytes a second at which this machine reads memory: the best of several sums of 256 MB."""
-    x = jnp.ones((64, 1 << 20), jnp.float32)
-    total = jax.jit(lambda x: x.sum(axis=1))
-    jax.block_until_ready(total(x))
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(total(x))
-        times.append(time.perf_counter() - start)
-    return x.nbytes / min(times)
+    """Bytes a second at which this machine reads memory: the best of several products of a 256 MB matrix with a row."""
+    matrix, row = jnp.ones((1 << 14, 1 << 12), jnp.float32), jnp.ones(1 << 12, jnp.float32)
+    product = jax.jit(jnp.dot)
+    run = lambda: jax.block_until_ready(product(matrix, row))  # noqa: E731
+    run()
+    return matrix.nbytes / min(seconds(run) for _ in range(10))
 
 
 def seconds(run: Callable[[], None]) -> float:

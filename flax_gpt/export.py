@@ -65,17 +65,17 @@ def export_decode_step(
     Args: as of `export_forward`.
 
     Returns:
-        The program. Its weights are `generation.prepare(config, params, compute_dtype)._asdict()`, so that no step
-        takes the parameters apart anew. Its cache is the dict of a `Cache`'s fields: keys and values, tuples of
-        [b, s, h, k], one a layer; mask [b, s], True at the slots that are taken; length, an int32. It begins as zeros
-        throughout, and each step takes a slot.
+        The program. Its weights are `generation.prepare(config, params, compute_dtype, transposed=False)._asdict()`, so
+        that no step takes the parameters apart anew. Its cache is the dict of a `Cache`'s fields: keys and values,
+        tuples of [b, h, k, s], one a layer; mask [b, s], True at the slots that are taken; length, an int32. It begins
+        as zeros throughout, and each step takes a slot.
     """
     b, s = jax.export.symbolic_shape("b, s")
     weights = jax.eval_shape(
-        lambda: prepare(config, init_params(config, jax.random.key(0), dtype, block), compute_dtype)
+        lambda: prepare(config, init_params(config, jax.random.key(0), dtype, block), compute_dtype, block, False)
     )
     cache = jax.eval_shape(lambda: init_cache(config, 1, 1, compute_dtype or dtype))
-    cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, s, *x.shape[2:]) if x.ndim else (), x.dtype), cache)
+    cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:-1], s) if x.ndim else (), x.dtype), cache)
 
     def program(weights: dict[str, Any], tokens: Array, cache: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
         ready = Weights(**weights)

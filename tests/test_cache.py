@@ -47,8 +47,9 @@ def test_a_text_in_pieces_is_the_text_at_once(tokens, pieces):
     assert cache.length == 16
     np.testing.assert_array_equal(cache.mask, np.arange(19) < np.full((3, 1), 16))
     for kept in (*cache.keys, *cache.values):
-        assert not kept[:, 16:].any()
-        assert kept[:, :16].all()
+        assert kept.shape == (3, 2, 7, 19)
+        assert not kept[..., 16:].any()
+        assert kept[..., :16].all()
 
 
 @pytest.mark.parametrize("block", [fg.PostLNBlock, pytest.param(fg.NoLNBlock, marks=pytest.mark.slow)])
@@ -100,7 +101,8 @@ def test_parameters_may_be_made_ready_once(tokens):
     cache = fg.init_cache(CONFIG, 3, T, jnp.bfloat16)
     expected = fg.forward_cached(CONFIG, PARAMS, tokens, cache, compute_dtype=jnp.bfloat16)
     ready = jax.jit(prepare, static_argnums=(0, 2))(CONFIG, PARAMS, jnp.dtype(jnp.bfloat16))
-    assert ready.blocks[0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    assert ready.matrices[0]["mlp/up"].dtype == jnp.bfloat16
+    assert ready.matrices[0]["mlp/up"].shape == (19, 14)
     assert ready.blocks[0]["mlp"]["up"]["bias"].dtype == jnp.float32
     chex.assert_trees_all_close(fg.forward_cached(CONFIG, ready, tokens, cache), expected, atol=1e-6)
 
@@ -176,3 +178,23 @@ def test_a_vmap_over_models_and_a_gradient_pass_through(tokens):
     chex.assert_trees_all_close(values[0], expected[0], rtol=1e-4)
     scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected[1]))
     chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], grads), expected[1], atol=1e-4 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrices_may_be_stored_either_way_round(tokens, transposed, dtype):
+    """One row, several, and too many to be called few."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=False)
+    params = random_params(config)
+    weights = prepare(config, params, dtype, transposed=transposed)
+    assert bool(weights.matrices[0]) == transposed
+    for rows, pieces in ((1, (1,) * 3), (3, (1, 2)), (3, (16,))):
+        text = tokens[:rows, : sum(pieces)]
+        cache = fg.init_cache(config, rows, T, dtype)
+        expected = fg.forward(config, params, text, compute_dtype=dtype)
+        start = 0
+        for n in pieces:
+            logits, cache = fg.forward_cached(config, weights, text[:, start : start + n], cache)
+            tolerance = {jnp.float32: 1e-4, jnp.bfloat16: 0.03}[dtype] * np.abs(expected).max()
+            np.testing.assert_allclose(logits, expected[:, start : start + n], atol=tolerance, rtol=0)
+            start += n

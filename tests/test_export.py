@@ -35,7 +35,7 @@ logits = [np.asarray(forward.call(params, tokens)) for tokens in token_batches]
 tokens = token_batches[0]
 b, t = tokens.shape
 h, k = weights["blocks"][0]["attn"]["out"]["kernel"].shape[:2]
-zeros = lambda: tuple(np.zeros((b, t + 2, h, k), np.float32) for _ in weights["blocks"])
+zeros = lambda: tuple(np.zeros((b, h, k, t + 2), np.float32) for _ in weights["blocks"])
 cache = {"keys": zeros(), "values": zeros(), "mask": np.zeros((b, t + 2), bool), "length": np.int32(0)}
 steps = []
 for i in range(t):
@@ -52,7 +52,7 @@ def test_another_process_with_only_jax_gets_the_same_numbers(tmp_path):
 
     batches = [np.asarray(random_tokens(shape=shape)) for shape in ((2, 11), (3, 1), (1, 17))]
     programs = [fg.export.export_forward(CONFIG).serialize(), fg.export.export_decode_step(CONFIG).serialize()]
-    arrays = jax.tree.map(np.asarray, (PARAMS, prepare(CONFIG, PARAMS)._asdict()))
+    arrays = jax.tree.map(np.asarray, (PARAMS, prepare(CONFIG, PARAMS, transposed=False)._asdict()))
     (tmp_path / "in").write_bytes(pickle.dumps((programs, (*arrays, batches))))
     subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path / "in", tmp_path / "out"], check=True, cwd=tmp_path)
     logits, steps = pickle.loads((tmp_path / "out").read_bytes())

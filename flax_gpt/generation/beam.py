@@ -91,7 +91,7 @@ def _search(
 ) -> Beams:
     config, n = plan.config, plan.num_samples
     b = len(inputs.tokens)
-    weights = prepare(config, params, plan.compute_dtype)
+    weights = prepare(config, params, plan.compute_dtype, plan.block)
     begun = start(plan, weights, inputs, jax.random.key(0), None)  # which draws nothing
 
     def gather(x: Array, index: Array) -> Array:

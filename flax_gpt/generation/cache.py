@@ -6,6 +6,7 @@ keys and values of all tokens so far, so that any block that passes its own thro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,23 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_gpt import ops
 from flax_gpt.activations import Edit, Recorder, Tap, no_tap
 from flax_gpt.config import GPTConfig
 from flax_gpt.forward import Params, Rows, Tokens, check_rows
-from flax_gpt.model import Block, BlockType, Embedding, Head, LayerNorm, unstack
+from flax_gpt.generation.few_rows import FEW, by_matrices, few_rows, linear_maps, put_matrices, take_matrices
+from flax_gpt.model import Block, BlockType, Embedding, LayerNorm, unstack
 
 
 class Cache(NamedTuple):
     """Keys and values of the tokens read so far, one slot a token; a pytree like any other.
 
     Attributes:
-        keys, values: of each layer.
+        keys, values: of each layer, the slots last: attention from one query to all slots then reads memory in order,
+            which is up to ten times as fast on a CPU as from [b, s, h, k].
         mask: which slots hold a token; padding takes up a slot too, which nothing sees.
         length: how many slots are taken, the same for every row.
     """
 
-    keys: tuple[Float[Array, "b s h k"], ...]
-    values: tuple[Float[Array, "b s h k"], ...]
+    keys: tuple[Float[Array, "b h k s"], ...]
+    values: tuple[Float[Array, "b h k s"], ...]
     mask: Bool[Array, "b s"]
     length: Int[Array, ""]
 
@@ -45,7 +49,7 @@ def init_cache(config: GPTConfig, batch_size: int, length: int, dtype: Any = jnp
         length: slots a row: tokens and padding that it will ever hold. It may exceed n_positions by the padding.
         dtype: of keys and values: that of the activations.
     """
-    shape = (batch_size, length, config.n_head, config.head_width)
+    shape = (batch_size, config.n_head, config.head_width, length)
     empty = tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layer))
     return Cache(empty, empty, jnp.zeros((batch_size, length), bool), jnp.zeros((), jnp.int32))
 
@@ -55,30 +59,47 @@ class Weights(NamedTuple):
 
     Attributes:
         embedding: the tables of tokens and positions.
-        blocks: the parameters of each layer.
+        blocks: the parameters of each layer, without those in `matrices`.
+        matrices: of each layer, the kernels of its `Linear` modules by their paths, as [out, in]; empty where they are
+            among `blocks`.
         ln_f: of the last LayerNorm.
-        unembed: the token embedding [v, d] or the head's kernel [d, v], in the dtype of the activations.
+        unembed: the token embedding, or the head's kernel transposed, in the dtype of the activations.
     """
 
     embedding: Mapping[str, Array]
     blocks: tuple[Any, ...]
+    matrices: tuple[Mapping[str, Float[Array, "out in"]], ...]
     ln_f: Mapping[str, Array]
-    unembed: Array
+    unembed: Float[Array, "v d"]
 
 
-def prepare(config: GPTConfig, params: Params, compute_dtype: Any = None) -> Weights:
-    """Takes the stack of layers apart and casts the matrices, which each step would do again otherwise."""
+def prepare(
+    config: GPTConfig,
+    params: Params,
+    compute_dtype: Any = None,
+    block: BlockType = Block,
+    transposed: bool | None = None,
+) -> Weights:
+    """Takes the stack of layers apart, casts the matrices and turns them round, as each step would do again otherwise.
+
+    Args:
+        config, params, compute_dtype, block: as of `forward`.
+        transposed: store matrices as [out, in] (`flax_gpt.generation.few_rows`); None does so on a CPU.
+    """
     dtype = jnp.dtype(compute_dtype or params["wte"].dtype)
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
         return leaf.astype(dtype) if path[-1].key == "kernel" else leaf  # biases and scales are added in float32
 
-    blocks = jax.tree_util.tree_map_with_path(cast, params["blocks"])
+    blocks = unstack(jax.tree_util.tree_map_with_path(cast, params["blocks"]), config.n_layer)
+    maps = linear_maps(config, block) if transposed or (transposed is None and jax.default_backend() == "cpu") else {}
+    layers = [take_matrices(layer, maps) for layer in blocks]
     return Weights(
         {"wte": params["wte"], "wpe": params["wpe"]},
-        tuple(unstack(blocks, config.n_layer)),
+        tuple(rest for rest, _ in layers),
+        tuple(matrices for _, matrices in layers),
         params["ln_f"],
-        (params["wte"] if config.tie_word_embeddings else params["head"]["kernel"]).astype(dtype),
+        (params["wte"] if config.tie_word_embeddings else params["head"]["kernel"].T).astype(dtype),
     )
 
 
@@ -141,7 +162,7 @@ def _forward_cached(
     compute_dtype: jnp.dtype | None,
     block: BlockType,
 ) -> tuple[Array, Cache]:
-    weights = params if isinstance(params, Weights) else prepare(config, params, compute_dtype)
+    weights = params if isinstance(params, Weights) else prepare(config, params, compute_dtype, block)
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     x, cache = read(config, weights, tokens, mask, cache, edit, block)
     return logits_of(config, weights, x, edit), cache
@@ -176,10 +197,13 @@ def read(
     # dynamic_update_slice would write to the last slots that there are.
     x = jnp.where(start + t > s, jnp.nan, x)
     layer_of = block(config, parent=None)  # type: ignore[call-arg]  # every linen module takes `parent`
+    maps = linear_maps(config, block) if weights.matrices[0] else {}
     keys, values = [], []
-    for index, (params, k, v) in enumerate(zip(weights.blocks, cache.keys, cache.values, strict=True)):
+    layers = zip(weights.blocks, weights.matrices, cache.keys, cache.values, strict=True)
+    for index, (params, matrices, k, v) in enumerate(layers):
         slots_tap = _Slots(k, v, start, no_tap if edit is None else Recorder((), edit, np.int32(index)))
-        x = _apply(layer_of, params, x, visible, slots_tap)
+        with by_matrices(matrices):
+            x = _apply(layer_of, put_matrices(params, matrices, maps), x, visible, slots_tap)
         if slots_tap.missing:
             raise ValueError(
                 f"{type(layer_of).__name__} cannot be decoded with a cache: it does not pass its "
@@ -196,11 +220,11 @@ def logits_of(
     """Final LayerNorm and head of what `read` gave."""
     tap = no_tap if edit is None else Recorder((), edit)
     x = tap("ln_f", _apply(LayerNorm(config), weights.ln_f, x))
-    if config.tie_word_embeddings:
-        tables = {"wte": weights.unembed, "wpe": weights.embedding["wpe"]}
-        logits = _apply(Embedding(config), tables, x, method="attend")
+    rows = math.prod(x.shape[:-1])
+    if weights.matrices[0] and isinstance(rows, int) and rows <= FEW:
+        logits = few_rows(x.reshape(rows, -1), weights.unembed).reshape(*x.shape[:-1], -1)
     else:
-        logits = _apply(Head(config), {"kernel": weights.unembed}, x)
+        logits = ops.einsum("btd,vd->btv", x, weights.unembed)
     return tap("logits", logits)
 
 
@@ -220,8 +244,9 @@ class _Slots:
         if site not in self._cached:
             return value
         cached = self._cached[site]
-        self.kept[site] = jax.lax.dynamic_update_slice_in_dim(cached, value.astype(cached.dtype), self._start, axis=1)
-        return self.kept[site].astype(value.dtype)
+        new = jnp.moveaxis(value, 1, 3).astype(cached.dtype)
+        self.kept[site] = jax.lax.dynamic_update_slice_in_dim(cached, new, self._start, axis=3)
+        return jnp.moveaxis(self.kept[site], 3, 1).astype(value.dtype)
 
     @property
     def missing(self) -> list[str]:

@@ -121,7 +121,7 @@ def generate(
 def _run(
     plan: Plan, params: Params, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None = None
 ) -> tuple[Array, Array, Array]:
-    weights = prepare(plan.config, params, plan.compute_dtype)
+    weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
     state = start(plan, weights, inputs, key, edit)
     state = advance(plan, weights, state, sampling, inputs.stop_ids, inputs.limit, edit)
     return written(plan, state), state.counts, state.log_probs
@@ -225,7 +225,7 @@ class Decoder:
 def _start(
     plan: Plan, params: Params, inputs: Inputs, key: Key[Array, ""], edit: Edit | None = None
 ) -> tuple[Weights, State]:
-    weights = prepare(plan.config, params, plan.compute_dtype)
+    weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
     return weights, start(plan, weights, inputs, key, edit)
 
 
