@@ -7,7 +7,7 @@ keys and values of all tokens so far, so that any block that passes its own thro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -101,6 +101,24 @@ def prepare(
         params["ln_f"],
         (params["wte"] if config.tie_word_embeddings else params["head"]["kernel"].T).astype(dtype),
     )
+
+
+def without_row_axis(cache: Cache) -> Cache:
+    """A cache of one row with keys and values [h, k, s], as a loop should carry it.
+
+    XLA on a CPU drops an axis of 1 from attention's products, and then makes the updated cache twice in each turn of
+    the loop, a copy included: with 900 tokens of gpt2's shapes a step took 89 ms instead of 45.
+    """
+    return _with_arrays(cache, lambda x: x[0]) if len(cache.mask) == 1 else cache
+
+
+def with_row_axis(cache: Cache) -> Cache:
+    """The inverse of `without_row_axis`."""
+    return _with_arrays(cache, lambda x: x[None]) if len(cache.mask) == 1 else cache
+
+
+def _with_arrays(cache: Cache, change: Callable[[Array], Array]) -> Cache:
+    return cache._replace(keys=tuple(map(change, cache.keys)), values=tuple(map(change, cache.values)))
 
 
 def forward_cached(
@@ -244,9 +262,11 @@ class _Slots:
         if site not in self._cached:
             return value
         cached = self._cached[site]
+        single = cached.ndim == 3  # see `without_row_axis`
         new = jnp.moveaxis(value, 1, 3).astype(cached.dtype)
-        self.kept[site] = jax.lax.dynamic_update_slice_in_dim(cached, new, self._start, axis=3)
-        return jnp.moveaxis(self.kept[site], 3, 1).astype(value.dtype)
+        kept = jax.lax.dynamic_update_slice_in_dim(cached, new[0] if single else new, self._start, axis=cached.ndim - 1)
+        self.kept[site] = kept
+        return jnp.moveaxis(kept[None] if single else kept, 3, 1).astype(value.dtype)
 
     @property
     def missing(self) -> list[str]:

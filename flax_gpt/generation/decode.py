@@ -15,7 +15,15 @@ from flax_gpt import ops
 from flax_gpt.activations import Edit
 from flax_gpt.config import GPTConfig
 from flax_gpt.forward import check_tokens
-from flax_gpt.generation.cache import Cache, Weights, init_cache, logits_of, read
+from flax_gpt.generation.cache import (
+    Cache,
+    Weights,
+    init_cache,
+    logits_of,
+    read,
+    with_row_axis,
+    without_row_axis,
+)
 from flax_gpt.generation.sampling import Sampling, sample
 from flax_gpt.model import BlockType
 
@@ -225,8 +233,11 @@ def advance(
 
     # The token after a context of n_positions is the last that positions, and so keys and values, are good for.
     fits = config.n_positions - jnp.max(state.lengths) + 1
+    state = state._replace(cache=without_row_axis(state.cache))
     state = jax.lax.while_loop(unfinished(jnp.minimum(until, fits)), with_cache, state)
-    return jax.lax.while_loop(unfinished(until), with_window, state) if plan.windows else state
+    if plan.windows:
+        state = jax.lax.while_loop(unfinished(until), with_window, state)
+    return state._replace(cache=with_row_axis(state.cache))
 
 
 def _write(state: State, logits: Float[Array, "b v"], sampling: Sampling, stop_ids: Int[Array, " stop"]) -> State:
