@@ -58,8 +58,8 @@ def save_pretrained(
 def load_pretrained(path: str | os.PathLike[str], dtype: Any = None, sharding: Any = None) -> tuple[GPTConfig, Params]:
     """Reads GPT-2 weights: Hugging Face's, or a finished run's.
 
-    The files are read tensor by tensor, straight into the stacked leaves of the parameters: at its peak this takes the
-    memory of the parameters and of one leaf more.
+    The files are read tensor by tensor, straight into the stacked leaves of the parameters: on a CPU this takes the
+    memory of the parameters and of one tensor more, on other devices that of one leaf.
 
     Args:
         path: a folder with config.json and model.safetensors, whole or in shards, or a model's name on Hugging Face's
@@ -76,6 +76,8 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None, sharding: A
         OSError: the model cannot be fetched.
         ValueError: the config asks for what is not supported, or the weights do not fit it (all misfits are listed).
     """
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"JAX holds no {jnp.dtype(dtype)} unless jax_enable_x64 is set")
     folder = resolve_folder(path)
     config = GPTConfig.from_json(folder / CONFIG_FILE)
     tensors = open_folder(folder)
@@ -84,7 +86,7 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None, sharding: A
     def place(leaf: Leaf, array: np.ndarray) -> jax.Array:
         to = at_path(where, leaf.path)
         if to is None:
-            placed = jnp.asarray(array, dtype)
+            placed = jax.device_put(array)
         else:  # unlike `device_put` this is the same on many hosts, each of which takes its part
             placed = jax.make_array_from_callback(array.shape, to, lambda index: array[index])
         return jax.block_until_ready(placed)  # only then can the memory of `array` be had back

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -16,28 +17,36 @@ from safetensors.numpy import save_file
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
+# Of parameters. What else a file may hold, masks say, is not read.
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file; `numpy.asarray` reads it.
+    """A tensor in a safetensors file; `numpy.asarray` maps it into memory, until the array is dropped.
 
-    The file is opened for each tensor anew: a mapping that is kept counts every page that was read through it as this
+    The file is mapped for each tensor anew: a mapping that is kept counts every page that was read through it as this
     process's memory.
 
     Attributes:
         path: of the file.
         name: in the file.
-        shape: as the file says.
+        shape, dtype: as the file says.
+        offset: of its first byte in the file.
     """
 
     path: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str
+    offset: int
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The tensor; always a new array."""
-        with safe_open(self.path, framework="numpy") as file:
-            tensor = file.get_tensor(self.name)
-        return tensor if dtype is None else tensor.astype(dtype, copy=False)
+        """The tensor, read-only where it is not a copy; raises ValueError where it is not of floating point."""
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"{self.name} is stored as {self.dtype}, not as one of {', '.join(_DTYPES)}")
+        tensor = np.memmap(self.path, _DTYPES[self.dtype], "r", self.offset, self.shape)
+        return np.array(tensor, dtype) if copy or dtype is not None else tensor
 
 
 def open_tensors(path: str | Path) -> dict[str, StoredTensor]:
@@ -51,11 +60,17 @@ def open_tensors(path: str | Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     try:
-        with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        safe_open(path, framework="numpy")  # which checks the file's header and length
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or not all of one: {error}") from error
-    return {name: StoredTensor(path, name, shape) for name, shape in shapes.items()}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, name, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 def open_folder(folder: str | Path) -> dict[str, StoredTensor]:

@@ -176,7 +176,7 @@ def load_model(
     if block is Block:  # whose weights alone have GPT-2's names
         return *load_pretrained(folder, dtype), Block
     stored = open_tensors(weights)
-    flat = {tuple(name.split(".")): jnp.asarray(np.asarray(tensor), dtype) for name, tensor in stored.items()}
+    flat = {tuple(name.split(".")): jnp.asarray(np.array(tensor), dtype) for name, tensor in stored.items()}
     expected = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block)))
     shapes = {key: leaf.shape for key, leaf in flat.items()}
     if wrong := {key for key, leaf in expected.items() if shapes.get(key) != leaf.shape} | (flat.keys() - expected):
