@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     save_pretrained(args.out, config, params, gpt2)
     if tokenizer is not None and gpt2 is None:
         save_tokenizer(args.out, tokenizer)
-        missing = f"Hugging Face has no {type(tokenizer).__name__}; it is kept for flax-gpt alone"
+        missing = f"it has no {type(tokenizer).__name__}, which is kept for flax-gpt alone"
     say(f"{count_params(config):,} parameters in {params['wte'].dtype} -> {args.out}")
     if missing is not None:
-        say(f"no tokenizer for Hugging Face: {missing}")
+        say(f"and no tokenizer for Hugging Face: {missing}")
     return 0
 
 

@@ -184,9 +184,7 @@ def _read(leaf: Leaf, tensors: Mapping[str, Any], dtype: Any) -> np.ndarray:
         if i == 0:
             stack = _empty((len(leaf.names), *stored), np.dtype(tensor.dtype if dtype is None else dtype))
         elif dtype is None and tensor.dtype != stack.dtype:
-            raise ValueError(
-                f"{name} holds {tensor.dtype}, {leaf.names[0]} {stack.dtype}; give the dtype to have both in"
-            )
+            raise ValueError(f"{name} holds {tensor.dtype} and {leaf.names[0]} {stack.dtype}; give the dtype to have")
         try:
             with np.errstate(over="raise"):
                 stack[i] = tensor.T if leaf.transposed else tensor

@@ -230,6 +230,6 @@ def find_tokenizer(folder: str | Path, config: GPTConfig) -> Tokenizer:
         except ValueError as error:
             reason = f" GPT-2's own would fit, but {error}."
     raise FileNotFoundError(
-        f"{folder} holds a model and no tokenizer (there is no {Path(folder, FILE_NAME)} and no merges.txt), and "
-        f"without it no text can be turned into ids; give the folder of a run that `flax-gpt train` wrote.{reason}"
+        f"{folder} holds a model and no tokenizer (neither {FILE_NAME} nor merges.txt), and without it no text can be "
+        f"turned into ids; put the tokenizer's files into it.{reason}"
     )
