@@ -29,6 +29,16 @@ _FIXED_BY_GPT2 = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
     "is_encoder_decoder": False,
+    "is_causal": True,
+    "quantization_config": None,
+    "pruned_heads": {},
+}
+# Names that Hugging Face takes for some of the fields as well.
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
 
 
@@ -129,8 +139,14 @@ class GPTConfig:
         Entries that do not change the function (of generation, say, or of classification heads) are passed over.
 
         Raises:
-            ValueError: an entry asks for something that GPT-2 as it is here does not do; the message names it.
+            ValueError: an entry asks for something that GPT-2 as it is here does not do, or two contradict each other;
+                the message names it.
         """
+        for alias, name in _ALIASES.items():
+            if alias in entries:
+                if entries.get(name, entries[alias]) != entries[alias]:
+                    raise ValueError(f"{alias}={entries[alias]!r} and {name}={entries[name]!r} contradict each other")
+                entries = {**entries, name: entries[alias]}
         for name, expected in _FIXED_BY_GPT2.items():
             if entries.get(name, expected) != expected:
                 raise ValueError(f"{name}={entries[name]!r} is not supported, only {name}={expected!r}")

@@ -249,10 +249,10 @@ def test_what_is_trained_on_brings_its_own_defaults_and_flags_win(recipe, named)
         ("train --dropout 1", "must be at least 0 and below 1, got 1.0"),
         ("train --steps 5", "warmup_steps must be below steps, got warmup_steps=100 and steps=5"),
         ("train --task sort --n-positions 5", "sequences have 11 tokens, more than n_positions=5"),
-        ("sample nowhere hello", "nowhere holds no run"),
+        ("sample nowhere hello", "no such folder: nowhere"),
         ("train --resume nowhere", "nowhere holds no run to go on with"),
         ("train --resume nowhere --task sort", "--resume goes on with a run as it was; leave out --task"),
-        ("train --init-from nowhere", "nowhere holds no run"),
+        ("train --init-from nowhere", "no such folder: nowhere"),
         ("train --optimizer muon --min-lr 1", "min_lr must not be above lr"),
         ("train --sample-tokens -1", "--sample-tokens must not be negative, got -1"),
         ("info gpt3", "unknown preset 'gpt3'; the presets are gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
@@ -280,7 +280,7 @@ def test_unknown_commands_and_flags_exit_with_2(capsys):
     assert "train a GPT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "info"])
+@pytest.mark.parametrize("command", ["train", "sample", "convert", "info"])
 def test_help_explains_every_flag(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

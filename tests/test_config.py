@@ -94,11 +94,23 @@ def test_entries_that_do_not_change_the_function_are_passed_over():
         ("scale_attn_by_inverse_layer_idx", True),
         ("add_cross_attention", True),
         ("is_encoder_decoder", True),
+        ("is_causal", False),
+        ("quantization_config", 8),
+        ("pruned_heads", 1),
+        ("activation_function", "silu"),
     ],
 )
 def test_an_entry_that_asks_for_another_model_is_refused(entry, value):
-    with pytest.raises(ValueError, match=f"{entry}={value!r}"):
+    with pytest.raises(ValueError, match=f"{entry}.*{value!r}"):
         GPTConfig.from_dict({entry: value})
+
+
+def test_hugging_faces_other_names_of_the_sizes_are_read():
+    entries = {"hidden_size": 24, "max_position_embeddings": 7, "num_attention_heads": 3, "num_hidden_layers": 2}
+    assert GPTConfig.from_dict(entries) == GPTConfig(n_embd=24, n_positions=7, n_head=3, n_layer=2)
+    assert GPTConfig.from_dict({**entries, "n_head": 3}).n_head == 3
+    with pytest.raises(ValueError, match="num_attention_heads=3 and n_head=4 contradict each other"):
+        GPTConfig.from_dict({**entries, "n_head": 4})
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"{", "not a JSON file"), (b"\xff", "not a JSON"), (b"[1]", "list")])

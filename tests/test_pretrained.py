@@ -1,12 +1,16 @@
 """Weights in and out: the published layout, byte for byte, and one clear error for what does not fit."""
 
 import dataclasses
+import json
+import weakref
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import flax_gpt as fg
@@ -132,16 +136,131 @@ def test_missing_and_broken_files_are_named(folder):
         fg.load_pretrained(folder)
 
 
-def test_hugging_face_opens_what_is_saved(tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = dataclasses.replace(CONFIG, n_head=2)
+@pytest.fixture
+def shards(folder):
+    """The folder's weights cut into three files and an index, as Hugging Face does with large ones."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{i}-of-3.safetensors" for i in (1, 2, 3)]
+    index = {name: names[i % 3] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: tensor for name, tensor in tensors.items() if index[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def test_shards_are_read_as_the_whole_file(shards):
+    config, params = fg.load_pretrained(shards)
+    assert config == CONFIG
+    chex.assert_trees_all_equal(params, random_params(CONFIG))
+
+
+def test_shards_that_are_missing_or_lack_a_tensor_are_named(shards):
+    second, index = shards / "model-2-of-3.safetensors", shards / "model.safetensors.index.json"
+    tensors = load_file(second)
+    lost = next(iter(tensors))
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, second)
+    with pytest.raises(ValueError, match=f"shards lack tensors .*\n  {lost} is not in model-2-of-3.safetensors$"):
+        fg.load_pretrained(shards)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match="index.json lists shards that are not there: model-2-of-3.safetensors"):
+        fg.load_pretrained(shards)
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "../elsewhere.safetensors"}}))
+    with pytest.raises(ValueError, match="must name files beside it, got ../elsewhere.safetensors"):
+        fg.load_pretrained(shards)
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="index.json is not an index of shards"):
+        fg.load_pretrained(shards)
+
+
+def test_a_tied_head_may_be_a_copy_or_stand_in_for_the_embedding_and_no_more(folder):
+    expected = fg.load_pretrained(folder)[1]
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(folder / "model.safetensors").items()}
+    wte = tensors.pop("wte.weight")
+    chex.assert_trees_all_equal(from_gpt2_names(CONFIG, {**tensors, "lm_head.weight": wte}), expected)
+    chex.assert_trees_all_equal(
+        from_gpt2_names(CONFIG, {**tensors, "wte.weight": wte, "lm_head.weight": wte.copy()}), expected
+    )
+    other = wte.copy()
+    other[12, 13] += 1e-6
+    with pytest.raises(ValueError, match="lm_head.weight is not equal to wte.weight, .* set tie_word_embeddings to fa"):
+        from_gpt2_names(CONFIG, {**tensors, "wte.weight": wte, "lm_head.weight": other})
+    with pytest.raises(ValueError, match="lm_head.weight is not equal"):
+        from_gpt2_names(CONFIG, {**tensors, "wte.weight": wte, "lm_head.weight": wte[:-1]})
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
+def test_every_dtype_is_read_into_every_other(folder, stored, dtype):
+    rewrite(folder, lambda tensors: tensors.update({k: v.astype(jnp.dtype(stored)) for k, v in tensors.items()}))
+    _, params = fg.load_pretrained(folder, dtype)
+    kernel = random_params(CONFIG)["blocks"]["mlp"]["down"]["kernel"]
+    expected = np.asarray(kernel).astype(jnp.dtype(stored))
+    # Without x64 there is no float64 on a device.
+    expected = expected.astype(jnp.dtype(dtype or {"float64": "float32"}.get(stored, stored)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {expected.dtype}
+    np.testing.assert_array_equal(params["blocks"]["mlp"]["down"]["kernel"], expected)
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_an_error(folder):
+    rewrite(folder, lambda tensors: tensors["transformer.h.1.ln_2.bias"].__setitem__(3, 1e5))
+    with pytest.raises(ValueError, match="h.1.ln_2.bias holds numbers too large for float16"):
+        fg.load_pretrained(folder, "float16")
+    with pytest.raises(ValueError, match="must be of floating point, got int8"):
+        fg.load_pretrained(folder, "int8")
+    with pytest.raises(ValueError, match="JAX holds no float64 unless jax_enable_x64 is set"):
+        fg.load_pretrained(folder, "float64")
+    rewrite(folder, lambda tensors: tensors.update({"transformer.h.1.ln_2.bias": np.zeros(14, np.float16)}))
+    with pytest.raises(ValueError, match="h.1.ln_2.bias holds float16 and h.0.ln_2.bias float32; give the dtype"):
+        fg.load_pretrained(folder)
+    rewrite(folder, lambda tensors: tensors.update({"transformer.h.1.ln_2.bias": np.zeros(14, np.int8)}))
+    with pytest.raises(ValueError, match="h.1.ln_2.bias is stored as I8, not as one of F64, F32, F16, BF16"):
+        fg.load_pretrained(folder)
+    with pytest.raises(ValueError, match="h.1.ln_2.bias holds int8, no floating-point numbers"):
+        from_gpt2_names(CONFIG, load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_leaves_go_straight_to_where_they_are_wanted(tmp_path, qkv_bias):
+    config = dataclasses.replace(CONFIG, qkv_bias=qkv_bias)
     params = random_params(config)
     fg.save_pretrained(tmp_path, config, params)
-    model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    tokens = np.random.default_rng(0).integers(13, size=(3, 11))
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor(tokens)).logits.numpy()
-    # logits are of order 10 here: weights are N(0, 1)
-    np.testing.assert_allclose(fg.forward(config, params, tokens), logits, rtol=1e-4, atol=1e-4)
+    second = SingleDeviceSharding(jax.devices()[1])
+    loaded = fg.load_pretrained(tmp_path, sharding=second)[1]
+    assert {leaf.sharding for leaf in jax.tree.leaves(loaded)} == {second}
+    chex.assert_trees_all_equal(loaded, params)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    split, whole = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
+    wanted = {"wte": split, "wpe": None, "ln_f": whole, "blocks": {**dict.fromkeys(params["blocks"], whole)}}
+    wanted["blocks"]["mlp"] = {"up": {"kernel": split, "bias": whole}, "down": whole}
+    loaded = fg.load_pretrained(tmp_path, "bfloat16", wanted)[1]
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    assert loaded["wte"].sharding == loaded["blocks"]["mlp"]["up"]["kernel"].sharding == split
+    assert loaded["wte"].addressable_shards[1].data.shape == (13, 7)
+    assert loaded["blocks"]["attn"]["qkv"]["kernel"].sharding == loaded["ln_f"]["bias"].sharding == whole
+    assert loaded["wpe"].devices() == {jax.devices()[0]}
+
+
+def test_of_parameters_and_files_no_more_than_one_leaf_is_held(folder):
+    """What has been read is dropped before the next leaf, and a leaf begins where JAX needs no copy of it."""
+    alive = []
+
+    def place(leaf, array):
+        assert array.ctypes.data % 64 == 0
+        assert not any(ref() is not None for ref in alive), leaf
+        base = array
+        while base.base is not None:
+            base = base.base
+        alive.append(weakref.ref(base))
+        return leaf.shape
+
+    from_gpt2_names(CONFIG, load_file(folder / "model.safetensors"), place=place)
+    assert len(alive) == 16
+
+
+def test_the_token_ids_of_a_config_are_those_of_its_vocabulary(folder):
+    entries = json.loads((folder / "config.json").read_text())
+    assert (entries["dtype"], entries["bos_token_id"], entries["eos_token_id"]) == ("float32", None, None)
+    fg.save_pretrained(folder, CONFIG, random_params(CONFIG, jnp.bfloat16))
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""The command line: `flax-gpt data | train | sample | eval | plot | info`."""
+"""The command line: `flax-gpt data | train | sample | eval | plot | convert | info`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "sample": "write text with a trained one",
     "eval": "perplexity of a text, or questions answered, by a trained one",
     "plot": "draw the metrics of runs",
+    "convert": "write one, GPT-2 weights or nanoGPT's, for Hugging Face",
     "info": "parameters, FLOPs and memory of a model",
 }
 

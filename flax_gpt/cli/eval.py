@@ -24,7 +24,7 @@ class Args:
     """Measures a trained GPT on a text (--data) or on questions (--choices), neither of which it should have seen."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run."""
+    """The folder of a run, or of GPT-2 weights, or a name on Hugging Face's hub."""
     data: Path | None = None
     """A UTF-8 text file, or a folder of them; for a run on a toy task, numbers with spaces between."""
     choices: Path | None = None

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"{args.resume} holds a finished run; there is nothing left to do")
         return 0
     block = BLOCKS[args.block]
-    start = load_start(args.init_from) if args.init_from else None
+    start = run.load_run(args.init_from) if args.init_from else None
     source = make_source(args, start)
     vocab_size = start.config.vocab_size if start else source.vocab_size
     config = GPTConfig(vocab_size=vocab_size, **args.take(GPTConfig))
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str]) -> int:
     if result.interrupted is not None:
         kept = f"go on with  flax-gpt train --resume {folder}"
         if not has_checkpoints(folder):
-            run.save_weights(folder, config, result.params, block)
+            run.save_weights(folder, config, result.params, block, tokenizer_of(source))
             kept = f"what was reached is in {folder}"
         say(f"\ninterrupted after step {result.step} of {train.steps}; {kept}")
         return 128 + result.interrupted
-    run.save_weights(folder, config, result.params, block)
+    run.save_weights(folder, config, result.params, block, tokenizer_of(source))
     if isinstance(source, Text):
         report_text(config, result, source, args)
     else:
@@ -91,18 +91,6 @@ def _with_absolute_paths(args: Args) -> dict[str, object]:
     return {
         name: value.resolve() if isinstance(value, Path) else value for name, value in dataclasses.asdict(args).items()
     }
-
-
-def load_start(folder: Path) -> run.Run:
-    """The run to start from; weights with GPT-2's vocabulary need no tokenizer beside them."""
-    config, params, block = run.load_model(folder)
-    try:
-        return run.Run(config, params, block, data.load_tokenizer(folder))
-    except FileNotFoundError:
-        tokenizer = data.GPT2Tokenizer()
-        if config.vocab_size != tokenizer.vocab_size:
-            raise
-        return run.Run(config, params, block, tokenizer)
 
 
 def make_source(args: Args, start: run.Run | None = None) -> Text | data.Task:

@@ -13,6 +13,7 @@ import tyro
 
 from flax_gpt import data
 from flax_gpt.config import GPTConfig
+from flax_gpt.pretrained import resolve_folder
 from flax_gpt.training.recipes import RECIPES
 from flax_gpt.training.run import TRAIN_FILE, load_config
 
@@ -37,7 +38,7 @@ class Args:
     resume: Path | None = None
     """The folder of a run that was interrupted, to go on with, its options as they were."""
     init_from: Path | None = None
-    """A run, or a folder of GPT-2 weights, whose parameters, sizes and tokenizer to start from."""
+    """A run, a folder of GPT-2 weights or a name on Hugging Face's hub, to take parameters, sizes and tokenizer of."""
     sample_tokens: int = 200
     """Length of the text that is written to samples.txt at each evaluation and shown at the end; 0 writes none."""
     tensorboard: bool = False
@@ -154,10 +155,12 @@ def parse(arguments: Sequence[str]) -> Args:
                 raise ValueError(f"--resume goes on with a run as it was; leave out --{flag.replace('_', '-')}")
         return tyro.cli(Args, args=list(arguments), default=resumed_args(Path(given.resume)), prog="flax-gpt train")
     defaults = default_args(given.task or ("text" if given.data else "python"))
+    start = None
     if given.init_from is not None:
-        config = load_config(given.init_from)[0]
-        defaults = dataclasses.replace(defaults, **_sizes(config), init_from=Path(given.init_from))
+        start = resolve_folder(given.init_from)
+        defaults = dataclasses.replace(defaults, **_sizes(load_config(start)[0]))
     args = tyro.cli(Args, args=list(arguments), default=defaults, prog="flax-gpt train")
+    args = dataclasses.replace(args, init_from=start)
     if args.task and args.data:
         raise ValueError(f"give --task or --data, not both (got --task {args.task} and --data {args.data})")
     if args.sample_tokens < 0:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from flax_gpt.data.bpe_files import END_OF_TEXT, merge_ranks, read_merges
 from flax_gpt.data.tokenizer import check_ids
 
-END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 50257  # 256 bytes, 50000 merges, the end of text
+# Of models: some round it up to a multiple of 64, as nanoGPT's 50304, or of up to 1024, for the sake of the hardware.
+PADDED_SIZES = range(VOCAB_SIZE, 50 * 1024 + 1)
 # Of the published vocab.bpe, which Hugging Face's merges.txt equals.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -49,21 +51,17 @@ class GPT2Tokenizer:
 
     @classmethod
     def of_file(cls, path: str | Path) -> GPT2Tokenizer:
-        """With the merges of a file, or of the vocab.bpe or merges.txt in a folder.
+        """With the merges of a vocab.bpe, a merges.txt or a tokenizer.json, or of the first of them in a folder.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it does not make 50257 ids.
+            ValueError: it does not make 50257 ids, or the ids of the vocabulary beside it; see `read_merges`.
         """
-        path = Path(path)
-        files = [path / "vocab.bpe", path / "merges.txt"] if path.is_dir() else [path]
-        for file in files:
-            if file.is_file():
-                try:
-                    return cls(file.read_text("utf-8"))
-                except ValueError as error:
-                    raise ValueError(f"{file} does not hold GPT-2's merges: {error}") from error
-        raise FileNotFoundError(f"no GPT-2 merges: there is no {' or '.join(map(str, files))}")
+        file, merges = read_merges(path)
+        try:
+            return cls(merges)
+        except ValueError as error:
+            raise ValueError(f"{file} does not hold GPT-2's merges: {error}") from error
 
     @property
     def is_published(self) -> bool:
@@ -120,31 +118,6 @@ def find_merges() -> str:
             f"GPT-2's vocab.bpe is not on this machine and cannot be downloaded ({type(error).__name__}): {_INSTALL}, "
             "or give the file"
         ) from error
-
-
-@functools.lru_cache(maxsize=4)
-def merge_ranks(merges: str) -> dict[bytes, int]:
-    """The ids of all tokens but the end of text: the 256 bytes in GPT-2's order, then a token a merge.
-
-    Raises:
-        ValueError: a line is not a pair of tokens in GPT-2's spelling of bytes.
-    """
-    # Bytes that can be seen are spelt as themselves, the others as the characters from U+0100 on, in this order.
-    order = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    spelling = {chr(byte): byte for byte in order}
-    hidden = [byte for byte in range(256) if byte not in set(order)]
-    spelling.update({chr(256 + i): byte for i, byte in enumerate(hidden)})
-    ranks = {bytes([byte]): i for i, byte in enumerate(order + hidden)}
-    lines = merges.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        try:
-            first, second = line.rstrip("\r").split(" ")
-            ranks[bytes(spelling[character] for character in first + second)] = len(ranks)
-        except (ValueError, KeyError):
-            raise ValueError(f"line {number} is not a pair of tokens: {line[:40]!r}") from None
-    return ranks
 
 
 @functools.lru_cache(maxsize=4)

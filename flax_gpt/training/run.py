@@ -1,7 +1,8 @@
 """The folder that a training run leaves behind, and how to read it again.
 
     config.json                the model, as Hugging Face's GPT-2 has it
-    model.safetensors          its parameters, once the run is finished
+    model.safetensors          its parameters, once the run is finished; for GPT-2's tokenizer also what Hugging Face
+                               reads of it: vocab.json, merges.txt, tokenizer_config.json, generation_config.json
     flax_gpt_tokenizer.json    what turns text into ids and back
     train.json                 every option as used, the versions, the command line
     metrics.jsonl              one object a line: step, seconds, and losses or rates (see `fit`)
@@ -29,17 +30,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_gpt.config import GPTConfig
-from flax_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from flax_gpt.data.bpe import PADDED_SIZES, GPT2Tokenizer
+from flax_gpt.data.bpe_files import has_merges
+from flax_gpt.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from flax_gpt.forward import Params, init_params
 from flax_gpt.model import BLOCKS, Block, BlockType, block_name
-from flax_gpt.pretrained.files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    TensorFile,
-    load_pretrained,
-    save_pretrained,
-    write_tensors,
-)
+from flax_gpt.pretrained.files import CONFIG_FILE, load_pretrained, save_pretrained
+from flax_gpt.pretrained.hub import resolve_folder
+from flax_gpt.pretrained.tensors import WEIGHTS_FILE, has_weights, open_tensors, write_tensors
 from flax_gpt.training.checkpoint import FOLDER_NAME, Checkpoints, Which, has_checkpoints
 from flax_gpt.training.metrics import METRICS_FILE
 
@@ -109,10 +107,16 @@ def save_config(folder: str | Path, config: GPTConfig, block: BlockType = Block)
     path.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
 
 
-def save_weights(folder: str | Path, config: GPTConfig, params: Params, block: BlockType = Block) -> None:
-    """Writes model.safetensors."""
+def save_weights(
+    folder: str | Path,
+    config: GPTConfig,
+    params: Params,
+    block: BlockType = Block,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Writes model.safetensors and, where the tokenizer is GPT-2's, what Hugging Face reads of it."""
     if block is Block:
-        save_pretrained(folder, config, params)
+        save_pretrained(folder, config, params, tokenizer if isinstance(tokenizer, GPT2Tokenizer) else None)
         return
     tensors = {name: np.asarray(leaf) for name, leaf in flatten_dict(params, sep=".").items()}
     write_tensors(Path(folder, WEIGHTS_FILE), tensors, {"format": "flax_gpt"})
@@ -129,9 +133,9 @@ def load_config(folder: str | Path, block: BlockType | None = None) -> tuple[GPT
         FileNotFoundError: there is none.
         ValueError: it asks for what is not supported, or for another block.
     """
-    path = Path(folder, CONFIG_FILE)
+    path = resolve_folder(folder) / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no run: there is no {path}")
+        raise FileNotFoundError(f"{folder} holds no run and no weights: there is no {path}")
     entries = json.loads(path.read_text("utf-8"))
     if entries.get("model_type") != "flax_gpt":
         return GPTConfig.from_json(path), Block
@@ -143,32 +147,36 @@ def load_config(folder: str | Path, block: BlockType | None = None) -> tuple[GPT
 
 
 def load_model(
-    folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None
+    folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None, dtype: Any = None
 ) -> tuple[GPTConfig, Params, BlockType]:
-    """Reads the model of a run, or of a folder of GPT-2 weights.
+    """Reads the model of a run, or GPT-2 weights.
 
     Args:
-        folder: the run's.
+        folder: the run's, or one of weights, or a model's name on Hugging Face's hub.
         block: the module of one layer, where it is not one of `BLOCKS`.
         checkpoint: "latest", "best" or a step, to have its parameters; None is those the run ended with or, where it
             has not ended yet, those of the latest checkpoint.
+        dtype: to convert the parameters to; None keeps what is stored.
 
     Raises:
         FileNotFoundError: the folder, the config, or the weights are not there.
         ValueError: the block is unknown or another one, or the parameters do not fit.
     """
+    folder = resolve_folder(folder)
     config, block = load_config(folder, block)
-    weights = Path(folder, WEIGHTS_FILE)
-    if checkpoint is not None or not weights.exists():
+    weights = folder / WEIGHTS_FILE
+    if checkpoint is not None or not has_weights(folder):
         if not has_checkpoints(folder):
             missing = f"no checkpoint {checkpoint}" if checkpoint is not None else f"no {weights} and no checkpoint yet"
             raise FileNotFoundError(f"{folder} holds {missing}")
         like = jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block))
         with Checkpoints(Path(folder, FOLDER_NAME), read_only=True) as checkpoints:
-            return config, checkpoints.restore_params(like, "latest" if checkpoint is None else checkpoint), block
+            params = checkpoints.restore_params(like, "latest" if checkpoint is None else checkpoint)
+        return config, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params), block
     if block is Block:  # whose weights alone have GPT-2's names
-        return *load_pretrained(folder), Block
-    flat = {tuple(key.split(".")): jnp.asarray(value) for key, value in TensorFile(weights).items()}
+        return *load_pretrained(folder, dtype), Block
+    stored = open_tensors(weights)
+    flat = {tuple(name.split(".")): jnp.asarray(np.array(tensor), dtype) for name, tensor in stored.items()}
     expected = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0), block=block)))
     shapes = {key: leaf.shape for key, leaf in flat.items()}
     if wrong := {key for key, leaf in expected.items() if shapes.get(key) != leaf.shape} | (flat.keys() - expected):
@@ -190,12 +198,38 @@ def parse_checkpoint(text: str | None) -> Which | None:
 
 
 def load_run(folder: str | Path, block: BlockType | None = None, checkpoint: Which | None = None) -> Run:
-    """Reads a run: see `load_model` and `load_tokenizer`, whose errors it raises."""
+    """Reads a run, or GPT-2 weights: see `load_model` and `find_tokenizer`, whose errors it raises."""
+    folder = resolve_folder(folder)
     config, params, block = load_model(folder, block, checkpoint)
-    try:
-        return Run(config, params, block, load_tokenizer(folder))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{folder} holds a model and no tokenizer (there is no {error.filename}), and without it no text can be "
-            "turned into ids; give the folder of a run that `flax-gpt train` wrote"
-        ) from error
+    return Run(config, params, block, find_tokenizer(folder, config))
+
+
+def find_tokenizer(folder: str | Path, config: GPTConfig) -> Tokenizer:
+    """The tokenizer of a folder.
+
+    It is the run's own, else that of the files which Hugging Face and OpenAI have for GPT-2's, else, where the
+    vocabulary is as large as GPT-2's, or is that one padded, the published one.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: its files contradict each other, or it has more ids than the model.
+    """
+    if Path(folder, FILE_NAME).is_file():
+        return load_tokenizer(folder)
+    if has_merges(folder):
+        tokenizer = GPT2Tokenizer.of_file(folder)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model only {config.vocab_size}"
+            )
+        return tokenizer
+    reason = ""
+    if config.vocab_size in PADDED_SIZES:
+        try:
+            return GPT2Tokenizer()
+        except ValueError as error:
+            reason = f" GPT-2's own would fit, but {error}."
+    raise FileNotFoundError(
+        f"{folder} holds a model and no tokenizer (neither {FILE_NAME} nor merges.txt), and without it no text can be "
+        f"turned into ids; put the tokenizer's files into it.{reason}"
+    )
