@@ -23,12 +23,11 @@ import sys
 import time
 from typing import Any
 
-SEEDS = list(range(8))
 WARM_UP = 10  # steps before the clock of the steps alone starts
 
 
-def measure(contender: str, steps: int) -> dict[str, float]:
-    """Seconds of all eight trainings: "steps", those after the first few, and "all"."""
+def measure(contender: str, steps: int, seeds: list[int]) -> dict[str, float]:
+    """Seconds of all the trainings: "steps", those after the first few, and "all"."""
     import jax
 
     devices = os.cpu_count() or 1 if contender == "fit_many" else 1
@@ -50,10 +49,10 @@ def measure(contender: str, steps: int) -> dict[str, float]:
 
     start = time.perf_counter()
     if contender == "fit_many":
-        alone = steps_alone(training.fit_many(config, train, source, seed=SEEDS).metrics[0])
+        alone = steps_alone(training.fit_many(config, train, source, seed=seeds).metrics[0])
     else:
         alone = 0.0
-        for seed in SEEDS:
+        for seed in seeds:
             alone += steps_alone(training.fit(config, dataclasses.replace(train, seed=seed), source).metrics)
     return {"steps": alone, "all": time.perf_counter() - start}
 
@@ -63,24 +62,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="steps to time, a multiple of 10")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=8, help="how many")
     parser.add_argument("--contender", choices=("fit", "fit_many"), help="measure this one alone, in this process")
     args = parser.parse_args()
     if args.steps < WARM_UP or args.steps % WARM_UP:
         parser.error(f"--steps must be a multiple of {WARM_UP}, got {args.steps}")
     if args.contender:
-        print(json.dumps(measure(args.contender, args.steps)))
+        print(json.dumps(measure(args.contender, args.steps, list(range(args.seeds)))))
         return
     times: dict[str, list[dict[str, float]]] = {"fit": [], "fit_many": []}
     for _ in range(args.rounds):
         for contender, measured in times.items():
             command = [sys.executable, __file__, "--contender", contender, "--steps", str(args.steps)]
+            command += ["--seeds", str(args.seeds)]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             measured.append(json.loads(output.splitlines()[-1]))
     result: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
     for part, what in (("steps", "the steps alone"), ("all", "all, compilation included")):
         ours, theirs = (statistics.median(m[part] for m in times[name]) for name in ("fit_many", "fit"))
         result[part] = {"fit_many": ours, "fit": theirs}
-        print(f"{what:28}fit_many {ours:7.1f} s   eight times fit {theirs:7.1f} s   ratio {theirs / ours:.2f}")
+        print(f"{what:28}fit_many {ours:7.1f} s   {args.seeds} times fit {theirs:7.1f} s   ratio {theirs / ours:.2f}")
     print(json.dumps(result))
 
 

@@ -170,23 +170,15 @@ def test_a_repetition_penalty_counts_prompt_and_new_tokens(params):
 
 
 def test_an_edit_steers(params):
-    def steer(strength):
-        def edit(site, layer, value):
-            return value.at[..., 3].add(jnp.where(layer == 1, strength, 0.0)) if site == "resid_post" else value
+    def edit(site, layer, value):
+        return value.at[..., 3].add(jnp.where(layer == 1, 50.0, 0.0)) if site == "resid_post" else value
 
-        return fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, edit=edit).tokens
-
-    steered = steer(50.0)
+    steered = fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0, edit=edit).tokens
     assert not np.array_equal(steered, fg.generate(CONFIG, params, PROMPTS, 7, temperature=0.0).tokens)
-    # The same by hand: one edited forward pass a token.
-    ids = list(PROMPTS[1])
-    for _ in range(7):
-        logits = fg.forward(
-            CONFIG, params, [ids],
-            edit=lambda site, layer, x: x.at[..., 3].add(jnp.where(layer == 1, 50.0, 0)) if site == "resid_post" else x,
-        )  # fmt: skip
-        ids.append(int(jnp.argmax(logits[0, -1])))
-    assert steered[1].tolist() == ids[4:]
+    # An edited forward pass over the whole text finds each token the likeliest after those before it.
+    text = jnp.asarray([[*PROMPTS[1], *steered[1].tolist()]])
+    logits = jax.jit(lambda text: fg.forward(CONFIG, params, text, edit=edit))(text)
+    np.testing.assert_array_equal(logits[0, 3:-1].argmax(-1), steered[1])
 
 
 @pytest.mark.slow
