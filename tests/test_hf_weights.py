@@ -81,7 +81,10 @@ def test_a_model_comes_and_goes_unchanged(tmp_path, fields, warned):
         tmp_path / "ours", output_loading_info=True, attn_implementation=model.config._attn_implementation
     )
     assert not any(info.values()), info
-    np.testing.assert_array_equal(logits_of(again.eval(), tokens), expected)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    # Not to the bit: at odd widths PyTorch's kernels round according to where in memory a matrix happens to lie.
+    np.testing.assert_allclose(logits_of(again.eval(), tokens), expected, rtol=1e-5, atol=1e-5)
     assert not warned, [record.getMessage() for record in warned]
 
 
