@@ -6,6 +6,7 @@ keys and values of all tokens so far, so that any block that passes its own thro
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -86,6 +87,13 @@ def prepare(
         config, params, compute_dtype, block: as of `forward`.
         transposed: store matrices as [out, in] (`flax_gpt.generation.few_rows`); None does so on a CPU.
     """
+    return _prepare(config, params, None if compute_dtype is None else jnp.dtype(compute_dtype), block, transposed)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "compute_dtype", "block", "transposed"))
+def _prepare(
+    config: GPTConfig, params: Params, compute_dtype: Any, block: BlockType, transposed: bool | None
+) -> Weights:
     dtype = jnp.dtype(compute_dtype or params["wte"].dtype)
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:

@@ -16,7 +16,7 @@ from flax_gpt.config import GPTConfig
 from flax_gpt.data.tokenizer import Tokenizer
 from flax_gpt.forward import Params
 from flax_gpt.generation.cache import Weights, prepare
-from flax_gpt.generation.decode import Inputs, Plan, Prompts, State, advance, plan_generation, start, written
+from flax_gpt.generation.decode import Inputs, Plan, Prompts, advance, plan_generation, start, written
 from flax_gpt.generation.sampling import PerRow, Sampling, make_sampling
 from flax_gpt.model import Block, BlockType
 
@@ -114,14 +114,15 @@ def generate(
         return _until_strings(plan, params, inputs, sampling, key, edit, tokenizer, tuple(stop_strings), max_new_tokens)
     # With an edit, a program of its own: the edit may close over anything.
     run = _run_jit if edit is None else jax.jit(functools.partial(_run, edit=edit), static_argnames="plan")
-    tokens, counts, log_probs = run(plan, params, inputs, sampling, key)
+    # Apart, for XLA on a CPU copies the matrices ten times as fast where they are a program's results.
+    weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
+    tokens, counts, log_probs = run(plan, weights, inputs, sampling, key)
     return Generation(tokens[:, :max_new_tokens], counts, log_probs[:, :max_new_tokens])
 
 
 def _run(
-    plan: Plan, params: Params, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None = None
+    plan: Plan, weights: Weights, inputs: Inputs, sampling: Sampling, key: Key[Array, ""], edit: Edit | None = None
 ) -> tuple[Array, Array, Array]:
-    weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
     state = start(plan, weights, inputs, key, edit)
     state = advance(plan, weights, state, sampling, inputs.stop_ids, inputs.limit, edit)
     return written(plan, state), state.counts, state.log_probs
@@ -197,8 +198,9 @@ class Decoder:
     ) -> None:
         self._plan, self._inputs, self._sampling = plan, inputs, sampling
         self._advance = _advance_jit if edit is None else jax.jit(functools.partial(advance, edit=edit), **_ADVANCE)
-        first = _start_jit if edit is None else jax.jit(functools.partial(_start, edit=edit), static_argnames="plan")
-        self._weights, self.state = first(plan, params, inputs, key)
+        first = _start_jit if edit is None else jax.jit(functools.partial(start, edit=edit), static_argnames="plan")
+        self._weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
+        self.state = first(plan, self._weights, inputs, key)
 
     def advance(self, until: int) -> None:
         """Goes on until the rows have so many tokens, or have all ended."""
@@ -222,13 +224,6 @@ class Decoder:
         return bool(jnp.all(self.state.done))
 
 
-def _start(
-    plan: Plan, params: Params, inputs: Inputs, key: Key[Array, ""], edit: Edit | None = None
-) -> tuple[Weights, State]:
-    weights = prepare(plan.config, params, plan.compute_dtype, plan.block)
-    return weights, start(plan, weights, inputs, key, edit)
-
-
-_start_jit = jax.jit(_start, static_argnames=("plan", "edit"))
+_start_jit = jax.jit(functools.partial(start, edit=None), static_argnames=("plan",))
 _ADVANCE: dict[str, Any] = {"static_argnames": ("plan",), "donate_argnames": ("state",)}
 _advance_jit = jax.jit(functools.partial(advance, edit=None), **_ADVANCE)
