@@ -7,6 +7,11 @@ gpt2's shapes with random weights, greedy, prompts of 32 tokens, 128 new ones, o
 the rounds as milliseconds a step and tokens a second, the ratio of Hugging Face's better time to ours, and the share of
 each step that reading all the weights once, in float32, would take at the bandwidth that this run measures. And the
 time of a token late in a long text, beside that of an early one. Without transformers and PyTorch it times ours alone.
+
+On two cores of an Intel Xeon at 2.0 GHz (jax 0.10.2, torch 2.13, transformers 5.25), milliseconds a step for one
+prompt: 20.8 in float32, three quarters of it what reading the weights takes, beside Hugging Face's 43.0 and, in
+bfloat16, 29.7 (1.43 times as fast as its better time); for eight: 41.3 beside 92.1 and 45.7 (1.11). bfloat16 is no gain
+here: XLA has no fast product for it. A late token takes 1.33 times an early one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ a + b mod 59, half of the pairs to train on, all at once; one layer, 128 wide, 4
 decay of 1 (Power et al. 2022, arXiv 2201.02177). Nanda et al. 2023 (arXiv 2301.05217) found that the rule is computed
 with a few frequencies of the numbers on a circle: the power of each in the embedding is shown before and after.
 
-FINDINGS
+On two cores of an Intel Xeon at 2.0 GHz, 10 minutes beside another job: all pairs trained on are right from step 100,
+99% of the others from step 1725, all of them at the end. The five strongest frequencies hold .36 of the embedding's
+power, .20 before training.
 """
 
 from __future__ import annotations

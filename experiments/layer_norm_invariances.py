@@ -7,7 +7,9 @@ weight norm in float64 with epsilon 0, before and after re-scaling or re-centrin
 below 1e-12 is none. And what epsilon does: with 1e-5, x scaled by a gives 1 / sqrt(1 + epsilon / (a^2 variance)) of the
 full size, so that LayerNorm forgets the scale of its input only where that is well above sqrt(epsilon).
 
-FINDINGS
+It takes 5 s. LayerNorm's output does not change with a re-scaled weight matrix or data set, a re-centred weight matrix,
+or a single re-scaled case (below 2e-15); it does with one re-scaled weight vector or a re-centred data set: the paper's
+table, cell by cell. The formula for epsilon holds to 2e-16.
 """
 
 from __future__ import annotations

@@ -8,7 +8,12 @@ L layers (between 1 + L/2 and 1 + 3L/2 by their Lemma 2), and the norm of the gr
 matrix, which falls as 1/sqrt(L) for pre-LN and does not fall for post-LN (Theorem 1). Then the same gradient in GPT-2's
 blocks with GPT-2's init. Then training: pre-LN, post-LN and no LN at several learning rates, with warm-up and without.
 
-FINDINGS
+On two cores of an Intel Xeon at 2.0 GHz, 6 minutes beside another job, five seeds. Stream: 6.93, 14.61 and 30.83 at 6,
+12 and 24 layers. Gradient in the paper's setting: slope -0.54 for pre-LN (theory -1/2), +0.02 for post-LN. Under
+GPT-2's init neither depends on depth (-0.01 and 0.00): the factor 1/sqrt(2 n_layer) has taken the place of the
+stream's growth. Training, 6 layers: at 3e-3 and below all three train with and without warm-up. At 1e-2 post-LN
+without warm-up stays at 3.14 nats, with it 2.42; pre-LN reaches 2.90 and 2.34. Without LN 1e-2 stays at 3.2, and 3e-2
+is not finite.
 """
 
 from __future__ import annotations
